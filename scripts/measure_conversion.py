@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from accelerate import PartialState
 from rich.console import Console
 from transformers import (
     AutoImageProcessor,
@@ -37,7 +38,7 @@ from aft_hf.data.json_files import write_json
 from aft_hf.data.loading import load_local
 from aft_hf.loading import load, load_trained
 from aft_hf.reading import read_json, reported
-from aft_hf.training.evaluation import evaluate_classifier, usable_device
+from aft_hf.training.evaluation import evaluate_classifier
 
 
 SIZES = ["--kernel-size", 7, "--num-heads", 32]  # of the AFT-convs
@@ -156,7 +157,7 @@ def by_epoch(out: Path) -> dict[str, float]:
 
 def by_image_size(directory: Path, data: Path) -> dict[str, float]:
     """Accuracy at each of `IMAGE_SIZES`, as `aft-hf evaluate --image-size` measures it."""
-    model = load_trained(AutoModelForImageClassification, str(directory), dtype="float32").to(usable_device(None))
+    model = load_trained(AutoModelForImageClassification, str(directory), dtype="float32").to(PartialState().device)
     processor, rows = load(AutoImageProcessor, directory), load_local(data)
     scores = {}
     for side in IMAGE_SIZES:

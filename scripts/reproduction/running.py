@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from aft_hf.benchmarking import machine
@@ -205,8 +204,7 @@ class Runner:
                 self._train(start, ARMS[arm.start])  # type: ignore[arg-type]  # a record alone has no model
             source = self.path(start)
             if arm.convert is not None:
-                torch.manual_seed(run.seed)  # for the parameters that the conversion adds
-                save_converted(source, path / "start", overwrite=True, **arm.convert)
+                save_converted(source, path / "start", overwrite=True, seed=run.seed, **arm.convert)
                 source = path / "start"
             values["model"] = {"pretrained": str(source)}
         recipe = build_recipe(values)

@@ -13,7 +13,6 @@ import typer
 
 from .analysis.command import visualize_command
 from .benchmarking import benchmark_command
-from .configuration_aft import AFTConfig
 from .conversion import (
     KERNEL_SIZE,
     POSITION_BIAS_DIM,
@@ -117,8 +116,8 @@ def convert(
     init: Annotated[
         str | None,
         in_start(
-            help="Initial position biases, and keys of conv: paper (those of a new model) or attention (fitted to the "
-            "source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
+            help="Initial position biases and keys: paper (those of a new model) or, for conv, attention (fitted to "
+            "the source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
         ),
     ] = None,
     images: Annotated[
@@ -149,7 +148,8 @@ def convert(
         int | None, in_source(help="Attention heads of the source if unknown. Default: width / 64; 16 if huge.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept.")
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept."),
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.
@@ -163,12 +163,11 @@ def convert(
         "learning_rate": learning_rate,
         "augmentation": augmentation,
         "augmentation_probability": augmentation_probability,
-        "seed": seed,
     }
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
-    _refuse_unused(context, distill, init, distillation.keys() - {"seed"})
+    _refuse_unused(context, distill, init, distillation)
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
@@ -192,17 +191,19 @@ def convert(
         seed=seed,
         distillation=distillation if distill else None,
     )
-    suggests_distilling = not distill and num_labels is None and chooses_a_class(model.config)
+    name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
+    name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""
+    can_distill = not distill and num_labels is None and chooses_a_class(model.config)
     console = plain_console()
     for line in (
         f"{report.summary()}; {REPORT_NAME} names them",
         _proof(report),
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
-        f"{out}: {_describe(model.config)}, {model.num_parameters() / 1e6:.2f} M parameters",
+        f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
         "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):",
         f"  {_fine_tuning_command(source, out, has_classes=num_labels is None)}",
-        *(("or with unlabeled images:", f"  {_distilling_command(context)}") if suggests_distilling else ()),
+        *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
     ):
         console.print(line, soft_wrap=True)
 
@@ -215,18 +216,6 @@ def _fine_tuning_command(source: str, out: Path, *, has_classes: bool) -> str:
     return shlex.join(words)
 
 
-def _distilling_command(context: typer.Context) -> str:
-    """The command that repeats this conversion with all given options and --distill."""
-    words = ["aft-hf", "convert", context.params["source"], str(context.params["out"])]
-    for name, option in _given(context).items():
-        if name not in ("overwrite", "images"):
-            values = context.params[name]
-            for value in values if isinstance(values, (list, tuple)) else [values]:
-                words += [option, str(value)]
-    words += ["--overwrite", "--distill", "--images", str(context.params["images"] or "IMAGES")]
-    return shlex.join(words)
-
-
 def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distillation: Iterable[str]) -> None:
     """Raise a `ValueError` that names the given options that have no effect, and what they need."""
     needs = {} if distill else dict.fromkeys(of_distillation, "--distill")
@@ -234,15 +223,10 @@ def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distilla
         needs["num_images"] = "--init attention"
         if not distill:
             needs["images"] = "--distill or --init attention"
-    if unused := [f"{option} needs {needs[name]}" for name, option in _given(context).items() if name in needs]:
-        raise ValueError(", ".join(unused))
-
-
-def _given(context: typer.Context) -> dict[str, str]:
-    """The options on the command line, by the name of their parameter, in the order of the help."""
-    options = {each.name: each.opts[0] for each in context.command.params if each.name and each.opts[0][0] == "-"}
-    sources = {name: context.get_parameter_source(name) for name in options}
-    return {name: options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    sources = {name: context.get_parameter_source(name) for name in needs}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))
 
 
 def _proof(report: ConversionReport) -> str:
@@ -250,10 +234,8 @@ def _proof(report: ConversionReport) -> str:
     if "distillation" not in report.options:
         return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
     done = report.options["distillation"]
-    minutes = done["minutes"]
-    time = f"{minutes:.1f} minutes" if minutes >= 1 else f"{60 * minutes:.0f} s"
     return (
-        f"distilled on {done['images']} images: {done['steps']} steps in {time}; AFT and "
+        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
         f"source agree on {done['agreement']:.1%} of the images of the last steps "
         f"(KL {done['divergence']:.3f} nats)"
     )
@@ -267,13 +249,6 @@ def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
     if match is None:
         raise ValueError(f"{option} {text!r} is not a size in pixels: give 224, or 224x384 for height x width")
     return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
-
-
-def _describe(config: AFTConfig) -> str:
-    """The name of a model as in the paper, for example AFT-conv 11/16."""
-    types = sorted(set(config.layer_aft_types))
-    sizes = f" {config.kernel_size}/{config.num_heads}" if "conv" in types else ""
-    return f"AFT-{'/'.join(types)}{sizes}"
 
 
 def main() -> None:

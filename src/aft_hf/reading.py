@@ -9,7 +9,6 @@ guards a whole command: it prints any exception as one line. Where a function ta
 import os
 import re
 import reprlib
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from pydantic_core import PydanticCustomError
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
-LARGEST_HEADER = 100_000_000  # bytes, as in the library safetensors
 LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
 SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
 COMPLETE = "complete_message"  # type of the errors of `complete_message`
@@ -65,15 +63,6 @@ def _at_most(largest: int) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _sides(value: Any) -> Any:
-    """Check the pixels of an image or a patch. Values of other types pass: the config class itself checks types."""
-    sides = value if isinstance(value, list) else [value]
-    one_in_list = isinstance(value, list) and len(value) < 2
-    if one_in_list or any(isinstance(side, (int, float)) and side < 1 for side in sides):
-        raise ValueError("must be one positive number, or a list of one for each side")
-    return value
-
-
 def _whole(value: float) -> float:
     if value < 1 or value % 1:
         raise ValueError("must be a whole number of at least 1")
@@ -89,14 +78,14 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 Layers = Annotated[Any, _at_most(2**12)]
 Labels = Annotated[Any, _at_most(2**22)]
 Side = Annotated[Any, _at_most(2**12)]  # pixels: `load` tries each processor, which takes 1 GB for this size
-Width = Annotated[Any, _at_most(2**20)]
-Pixels = Annotated[Any, _at_most(2**20), AfterValidator(_sides)]
-Length = Annotated[Any, _at_most(2**27)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Document):
-    """Schema of the config.json of any model: the keys that select its classes, and those that determine its size."""
+    """Schema of the config.json of any model: the keys that select its classes, and those that configs make lists of.
+
+    All other sizes are checked while the model is built, see `aft_hf.loading`.
+    """
 
     model_type: str | None = None
     architectures: list[str] | None = None
@@ -107,20 +96,6 @@ class ModelConfig(Document):
     n_layer: Layers = None
     n_layers: Layers = None
     num_layers: Layers = None
-    hidden_size: Width = None
-    n_embd: Width = None
-    d_model: Width = None
-    intermediate_size: Width = None
-    n_inner: Width = None
-    num_attention_heads: Width = None
-    n_head: Width = None
-    num_channels: Width = None
-    image_size: Pixels = None
-    patch_size: Pixels = None
-    patch_stride: Width = None
-    vocab_size: Length = None
-    max_position_embeddings: Length = None
-    n_positions: Length = None
 
 
 class ImageProcessorConfig(Document):
@@ -150,21 +125,6 @@ class WeightsIndex(Document):
     """Schema of the index of sharded weights: the file of each tensor."""
 
     weight_map: Annotated[dict[str, FileName], Field(min_length=1)]
-
-
-class TensorHeader(Document):
-    """Schema of one tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: list[Annotated[int, Field(ge=0, lt=2**63)]]
-    data_offsets: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=2, max_length=2)]
-
-
-class SafetensorsHeader(Document):
-    """Schema of the header of a safetensors file: metadata, and an entry for each tensor."""
-
-    __pydantic_extra__: dict[str, TensorHeader]
-    metadata: dict[str, str] | None = Field(None, alias="__metadata__")
 
 
 def parse_json(
@@ -203,18 +163,6 @@ def _content(path: Path, error: type[ValueError]) -> bytes:
     if len(content) > LARGEST_JSON:
         raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content
-
-
-def read_safetensors_header(path: Path, error: type[ValueError] = UnreadableError) -> dict[str, TensorHeader]:
-    """Read the header of a safetensors file: dtype, shape and offsets of each tensor by name, without the tensors."""
-    damaged = f"{path}: damaged or truncated safetensors file"
-    with _opened(path, error) as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= LARGEST_HEADER:
-            raise error(f"{damaged} (a header of {length} bytes)")
-        content = file.read(length)
-    return parse_json(content, SafetensorsHeader, damaged, error).model_extra or {}
 
 
 @contextmanager

@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 from aft_hf import build_byte_tokenizer
 from aft_hf.analysis import (
     bias_maps,
-    complete_images,
     draw_losses,
-    implicit_attention,
     key_features,
     on_patches,
     pictures,
@@ -28,7 +26,6 @@ from aft_hf.cli import app
 
 
 SMALL = {"hidden_size": 8, "num_heads": 2}
-TYPES = ["conv", "full", "local", "simple"]
 
 
 def image_model(aft_type="conv"):
@@ -37,23 +34,6 @@ def image_model(aft_type="conv"):
 
 def text_model(aft_type="local"):
     return tiny_models.language_model(aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
-
-
-def pixel_model(side=4):
-    sizes = {"vocab_size": 257, "bos_token_id": 256, "max_position_embeddings": 3 * side * side, "window_size": 4}
-    return tiny_models.language_model(**SMALL, **sizes)
-
-
-@pytest.mark.parametrize(
-    "modality, aft_type", [("image", x) for x in TYPES] + [("text", x) for x in (*TYPES, "alibi")]
-)
-def test_implicit_attention_is_what_the_model_returns(modality, aft_type):
-    model = image_model(aft_type) if modality == "image" else text_model(aft_type)
-    pixels, tokens = {"pixel_values": torch.randn(1, 3, 8, 12)}, {"input_ids": torch.randint(256, (1, 12))}
-    inputs = pixels if modality == "image" else tokens
-    attentions = model(**inputs, output_attentions=True).attentions
-    for row, whole in zip(implicit_attention(model, 7, **inputs), attentions):
-        torch.testing.assert_close(row, whole[0, :, 7])
 
 
 def test_keys_are_those_of_the_projection():
@@ -76,22 +56,6 @@ def test_bias_maps_are_kernels_or_tables():
     assert [w.shape for w in bias_maps(text_model("conv"))] == [(2, 1, 3)] * 2
     table = bias_maps(text_model("local"), "exp")[0]
     assert table.shape == (2, 16, 16) and (table[:, 9, 2] == 1).all()  # outside the window
-
-
-def test_completions_keep_the_rows_that_are_given_and_follow_the_model_and_the_seed():
-    model, images = pixel_model(), torch.randint(256, (3, 4, 4, 3), dtype=torch.uint8)
-    state = torch.get_rng_state()
-    first, again, other = (complete_images(model, images, rows=1, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(first[:, :1], images[:, :1]) and first.dtype == torch.uint8 and first.shape == images.shape
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.aft.layernorm.weight.zero_()
-        model.aft.layernorm.bias.fill_(1.0)
-        model.lm_head.weight[77] = 100.0  # all probability is on this sub-pixel value
-    completed = complete_images(model, images)
-    assert torch.equal(completed[:, :2], images[:, :2]) and (completed[:, 2:] == 77).all()
 
 
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):
@@ -121,7 +85,6 @@ def checkpoints(tmp_path_factory):
         "image": image_model(),
         "full": image_model("full"),
         "text": text_model(),
-        "pixels": pixel_model(),
         "vit": ViTForImageClassification(ViTConfig(**sizes)),
         "beit": BeitForImageClassification(BeitConfig(**sizes, use_absolute_position_embeddings=True)),
     }.items():
@@ -152,14 +115,11 @@ def visualize(*arguments):
         ("image", "biases", ["--values", "expm1"]),
         ("full", "biases", ["--values", "exp", "--layers", "2"]),
         ("text", "biases", ["--values", "w"]),
+        ("full", "keys", ["--images", "images", "--heads", "4"]),
         ("vit", "attention", ["--images", "images", "--num-images", "2"]),
         ("beit", "attention", ["--images", "images"]),
         ("image", "keys", ["--images", "images"]),
         ("text", "keys", ["--text", "to be or not"]),
-        ("image", "implicit", ["--images", "images", "--position", "1,2"]),
-        ("full", "implicit", ["--images", "images", "--heads", "4"]),
-        ("text", "implicit", ["--text", "to be or not", "--position", "3"]),
-        ("pixels", "completions", ["--images", "images", "--rows", "3"]),
         ("text", "losses", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -196,12 +156,9 @@ def test_one_command_draws_in_both_formats(checkpoints, tmp_path):
     [
         ("vit", "biases", [], "is no AFT but a vit"),
         ("image", "keys", [], "give --images"),
-        ("text", "implicit", [], "give --text"),
-        ("text", "implicit", ["--text", "abc", "--position", "1,1"], "the index of a token"),
-        ("image", "implicit", ["--images", "images", "--position", "4,0"], "one of the 4 x 6 patches"),
+        ("text", "keys", [], "give --text"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
         ("image", "biases", ["--values", "log"], "values must be one of"),
-        ("text", "completions", ["--images", "images"], "a model of sub-pixels"),
         ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),
         ("image", "losses", [], "results.json"),
     ],

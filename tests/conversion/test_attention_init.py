@@ -1,4 +1,4 @@
-"""Tests of position biases and keys that are fitted to the attention of the source: formulas and errors."""
+"""Tests of position biases and keys of AFT-conv that are fitted to the attention of the source."""
 
 import itertools
 
@@ -6,17 +6,13 @@ import pytest
 import torch
 from checkpoints import HEADS, TIMM, WIDTH, save_pth
 
-from aft_hf import AFTConv, convert_deit
+from aft_hf import convert_deit
 from aft_hf.analysis.relative_attention import relative_attention
 from aft_hf.conversion import POSITION_BIAS_MULTIPLIER, read_source
 from aft_hf.conversion.attention import (
     LARGEST_BIAS,
-    as_reparameterized,
-    band,
     conv_bias,
-    factorize,
     head_weights,
-    row_bias,
 )
 
 
@@ -35,14 +31,13 @@ def pixels():
     return torch.randn(6, 3, 32, 32)
 
 
-def attention_by_hand(path, pixels, *, keep_class_token=False):
+def attention_by_hand(path, pixels):
     """Return the mean attention of every layer, from the attention maps of transformers."""
     model = read_source(path, **TIMM).to_transformers()
     model.set_attn_implementation("eager")
-    kept = [0, *range(2, 18)] if keep_class_token else list(range(2, 18))
     maps = []
     for attention in model(pixels, output_attentions=True).attentions:
-        attention = attention[:, :, kept][:, :, :, kept]
+        attention = attention[:, :, 2:, 2:]
         maps.append((attention / attention.sum(-1, keepdim=True)).mean(0).detach())
     return maps
 
@@ -83,26 +78,12 @@ def test_a_kernel_larger_than_the_grid_is_centred_over_the_offsets_of_the_grid()
     assert (bias[:, ::4] == 0).all()
 
 
-@pytest.mark.parametrize("window", [3, 5, None])
-def test_the_biases_of_full_and_local_are_logs_over_a_constant_of_each_row(window):
-    """Over the mean outside the window or, if all positions are inside, the geometric mean."""
-    attention = torch.rand(1, 5, 5).softmax(-1)
-    bias = row_bias(attention, band(5, window or 5))[0]
-    for t in range(5):
-        inside = [s for s in range(5) if abs(t - s) < (window or 5)]
-        outside = [attention[0, t, s] for s in range(5) if s not in inside]
-        constant = torch.stack(outside).mean().log() if outside else attention[0, t].log().mean()
-        expected = [attention[0, t, s].log() - constant if s in inside else torch.tensor(0.0) for s in range(5)]
-        torch.testing.assert_close(bias[t], torch.stack(expected))
-
-
 # ------------------------------------------------------------------------------------------- the converted layers
 
 
-def implied_attention(mixer, grid_size=None):
+def implied_attention(mixer, grid_size):
     """Return the normalized weights of an AFT layer with equal keys (Eq. 2 with K = 0)."""
-    bias = mixer.position_bias(None, grid_size) if grid_size else mixer.position_bias()
-    return bias.softmax(-1).detach()
+    return mixer.position_bias(None, grid_size).softmax(-1).detach()
 
 
 def divergence(p, q):
@@ -154,61 +135,10 @@ def test_the_keys_of_conv_are_the_scores_of_the_mean_query(deit, pixels, num_hea
         )
 
 
-def test_factors_of_a_window_are_fitted_to_the_window():
-    inside = band(17, 3)
-    bias = row_bias(torch.randn(1, 17, 17).softmax(-1), inside)[0].double()
-
-    def error(query, key):
-        return float(((query @ key.mT - bias) * inside).square().sum())
-
-    errors = {rank: error(*factorize(bias, rank, inside)) for rank in (1, 2, 5)}
-    query, key = factorize(bias, 2, torch.ones_like(inside))  # without a window, the best of its rank
-    expected = torch.linalg.svdvals(bias)[2:].square().sum()
-    torch.testing.assert_close((query @ key.mT - bias).square().sum(), expected, atol=1e-8, rtol=1e-4)
-    assert errors[5] < 0.05 < errors[2] < errors[1]  # a band of 5 can be completed to rank 5
-    assert errors[2] < 0.5 * error(query, key)
-
-
-@pytest.mark.parametrize("multiplier", [1.0, 1000.0])
-@pytest.mark.parametrize("std", [1.0, 1e-3, 0.0])
-def test_a_reparameterized_kernel_gives_w_whatever_its_spread(std, multiplier):
-    bias = 0.5 + std * torch.randn(2, 3, 3)
-    mixer = AFTConv(8, num_heads=2, kernel_size=3, position_bias_multiplier=multiplier)
-    with torch.no_grad():
-        for name, values in as_reparameterized(bias, multiplier).items():
-            getattr(mixer, name).copy_(values)
-    # Rounding of the kernel, a few times: w is up to 4, and the standardization divides and multiplies by std.
-    torch.testing.assert_close(mixer.kernel_bias(), bias, atol=2e-6, rtol=1e-5)
-
-
-def test_factors_beyond_the_rank_can_still_learn(deit, pixels):
-    model, _ = convert_deit(deit, aft_type="full", init="attention", images=pixels, **TIMM)
-    mixer = model.aft.layers[0].mixer
-    assert (mixer.position_bias_query[..., 17:] == 0).all() and (mixer.position_bias_key[..., 17:] != 0).all()
-
-
-@pytest.mark.parametrize(
-    ("aft_type", "rank"), [("full", 128), ("full", None), ("local", 128), (["simple", "full"], 128)]
-)
-def test_types_with_a_class_token_are_fitted_with_it(deit, pixels, aft_type, rank):
-    options = {"aft_type": aft_type, "position_bias_dim": rank, **TIMM}
-    model, report = convert_deit(deit, init="attention", images=pixels, **options)
-    last = model.aft.layers[1].mixer
-    attention = attention_by_hand(deit, pixels, keep_class_token=True)[1].mean(0, keepdim=True)
-    # A window of 32 covers all 17 positions, and a rank of 128 is sufficient.
-    torch.testing.assert_close(implied_attention(last), attention, atol=1e-4, rtol=1e-3)
-    fitted = {record.target for record in report.with_status("fitted")}
-    name = "position_bias_query" if rank else "position_bias_table"
-    assert f"aft.layers.1.mixer.{name}" in fitted
-    assert (f"aft.layers.0.mixer.{name}" in fitted) == isinstance(aft_type, str)
-    assert not any("k_proj" in name for name in fitted)  # the biases contain the mean score of each pair
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aft_type": "simple"}, "simple"),
-        ({"aft_type": "full", "image_size": 48}, "image_size"),
+        ({"aft_type": "full"}, "there are none"),
         ({"init": "paper"}, "attention"),
         ({"init": "magic"}, "init must be one of"),
     ],

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, save_converted
-from aft_hf.loading import read_config
 
 
 def assert_refused(source, tmp_path, message, **options):
@@ -45,11 +45,6 @@ def replaced(name, content):
     return lambda path: (path / name).write_text(content)
 
 
-def damage_truncated(path):
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-
-
 def damage_tensor(change):
     def damage(path):
         tensors = load_file(path / "model.safetensors")
@@ -78,13 +73,12 @@ LAYER = "vit.encoder.layer"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncated, "damaged or truncated"),
         (lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
         (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "layers.1.mlp.fc2.weight .* missing"),
         (damage_tensor(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
         (
             damage_tensor(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
-            r"is \(24, 41\).* needs \(24, 40\)",
+            r"shape \(24, 41\).* needs \(24, 40\)",
         ),
         (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
         (
@@ -92,9 +86,9 @@ LAYER = "vit.encoder.layer"
             r"bias holds NaN .*\(1 of 24 values\)",
         ),
         (replaced("config.json", '{"name": "mine"}'), "neither a config.json of transformers"),
-        (lambda path: (path / "config.json").unlink(), "no config.json in it"),
+        (lambda path: (path / "config.json").unlink(), "contains no config.json"),
         (change_config(transformers_weights="other.safetensors"), "transformers_weights"),
-        (change_config(num_hidden_layers=3), "its config has 3 layers, its weights have 2"),
+        (change_config(num_hidden_layers=3), "its config has 3 layers, its weights have another"),
         (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
         (replaced("preprocessor_config.json", '{"image_processor_type": "NoProcessor"}'), "vit: cannot be loaded"),
         (replaced("processor_config.json", '{"image_processor": {"size": 1000000000}}'), "image_processor.size"),
@@ -137,8 +131,8 @@ def test_code_in_a_pickle_does_not_run(tmp_path, convert, wrap, save):
 
 def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
     path = tmp_path / "deit.pth"
-    for zipped in (True, False):
-        torch.save(timm_tensors(), path, _use_new_zipfile_serialization=zipped)
+    for save in (torch.save, partial(torch.save, _use_new_zipfile_serialization=False), save_file):
+        save(timm_tensors(), path)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         assert_refused(path, tmp_path, "damaged or truncated", **TIMM)
     for content in (b"hello world\n", b"", b"{}"):
@@ -155,10 +149,13 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
     ("change", "message"),
     [
         (lambda t: t.pop("blocks.1.attn.qkv.bias"), r"layers.1.attention.\w_proj.bias .* missing"),
-        (lambda t: t.pop("patch_embed.proj.weight"), "patch_embed.proj.weight is missing"),
+        (lambda t: t.pop("patch_embed.proj.weight"), "holds no state dict of a ViT"),
         (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
         (lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}), "head_dist.weight is no tensor"),
-        (lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}), r"qkv.weight is \(73, 24\)"),
+        (
+            lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}),
+            r"qkv.weight gives .* needs \(24, 2",
+        ),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
     ],
@@ -175,16 +172,8 @@ def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change,
     [
         ({}, "give source_image_size"),
         ({"source_image_size": 32}, "do not fit its 7 positions"),
-        ({"source_image_size": (16, 24), "source_num_heads": 5}, "5 heads do not divide"),
-        (
-            {
-                "source_image_size": (16, 24),
-                "source_num_heads": None,
-                "init": "attention",
-                "images": [torch.zeros(3, 16, 24)],
-            },
-            "give source_num_heads",
-        ),
+        ({"source_image_size": (16, 24), "source_num_heads": 5}, "give source_num_heads"),
+        ({"source_image_size": (16, 24), "source_num_heads": None}, "give source_num_heads"),
     ],
 )
 def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, message):
@@ -217,9 +206,7 @@ def test_the_output_directory_of_a_trainer_names_its_checkpoints(tmp_path):
         (tmp_path / "out" / f"checkpoint-{steps}" / "config.json").write_text("{}")
     (tmp_path / "out" / "checkpoint-2000").mkdir()  # incomplete
     newest_first = ", ".join(f"{tmp_path}/out/checkpoint-{steps}" for steps in (1000, 500, 90))
-    assert_refused(tmp_path / "out", tmp_path, f"no config.json in it; give one of its checkpoints: {newest_first}$")
-    with pytest.raises(ValueError, match=f"no config.json; give one of its checkpoints: {newest_first}$"):
-        read_config(tmp_path / "out")
+    assert_refused(tmp_path / "out", tmp_path, f"no config.json; give one of its checkpoints: {newest_first}$")
 
 
 def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, convert, monkeypatch):

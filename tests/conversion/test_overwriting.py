@@ -1,4 +1,4 @@
-"""Tests of overwriting a conversion: only the files that the earlier conversion wrote are deleted."""
+"""Tests of overwriting a conversion: only the unchanged files that the earlier conversion wrote are deleted."""
 
 import json
 import os
@@ -7,19 +7,7 @@ import pytest
 from checkpoints import OPTIONS
 
 from aft_hf import AFTForImageClassification
-from aft_hf.conversion import ConversionError, save_converted, verify_conversion
-from aft_hf.conversion.saving import MANIFEST_NAME
-
-
-KEPT = {
-    "README.md": "# My words",
-    "my_notes_aft.py": "notes",
-    "extra.safetensors": "mine",
-    "position_biases.png": "a picture",
-    "preprocessor_config.json.bak": "a copy",
-    "runs/1/log.txt": "step 1",
-    ".hidden/file": "hidden",
-}
+from aft_hf.conversion import REPORT_NAME, ConversionError, save_converted, verify_conversion
 
 
 @pytest.fixture
@@ -38,44 +26,28 @@ def contents(directory):
 
 
 def add_files_of_the_user(directory):
-    for name, content in KEPT.items():
+    for name in ("README.md", "my_notes_aft.py", "extra.safetensors", "runs/1/log.txt", ".hidden/file"):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(content)
+        (directory / name).write_text("mine")
     (directory / "empty").mkdir()
     (directory / "link").symlink_to("README.md")
     (directory / "away").symlink_to(directory.parent)
 
 
-def listed(directory):
-    return json.loads((directory / MANIFEST_NAME).read_text())["files"]
-
-
-def write_manifest(directory, files):
-    (directory / MANIFEST_NAME).write_text(json.dumps({"files": files}))
-
-
-@pytest.mark.parametrize("hard_links", [True, False])
-def test_what_the_user_keeps_stays_and_what_the_earlier_conversion_wrote_goes(vit, converted, monkeypatch, hard_links):
-    if not hard_links:  # such a file system raises an OSError
-
-        def link(*arguments, **options):
-            raise OSError(1, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", link)
-    assert set(listed(converted)) == {path.name for path in converted.iterdir()} - {MANIFEST_NAME}
-    assert {"config.json", "model.safetensors", "modeling_aft.py", "conversion_report.json"} <= set(listed(converted))
+def test_what_the_user_keeps_stays_and_what_the_earlier_conversion_wrote_goes(vit, converted):
+    report = json.loads((converted / REPORT_NAME).read_text())
+    assert set(report["files"]) == {path.name for path in converted.iterdir()} - {REPORT_NAME}
     add_files_of_the_user(converted)
     before = contents(converted)
     (converted / "old.json").write_text("{}")
-    of_braces = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
-    write_manifest(converted, listed(converted) | {"old.json": of_braces})
+    report["files"]["old.json"] = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    (converted / REPORT_NAME).write_text(json.dumps(report))
     with pytest.raises(ConversionError, match="not empty"):
         save_converted(vit, converted, **OPTIONS)
     save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 5})
     after = contents(converted)
-    for name in [*KEPT, "empty", "link", "away"]:
-        assert after[name] == before[name], name
-    assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} == {"config.json", "model.safetensors", REPORT_NAME}
     assert AFTForImageClassification.from_pretrained(converted).config.kernel_size == 5
     assert verify_conversion(vit, converted) > 0
     assert sorted(path.name for path in converted.parent.iterdir()) == ["aft", "vit"]
@@ -87,28 +59,27 @@ def append(directory, name):
 
 
 def unlist(directory, name):
-    write_manifest(directory, {each: sum for each, sum in listed(directory).items() if each != name})
+    report = json.loads((directory / REPORT_NAME).read_text())
+    del report["files"][name]
+    (directory / REPORT_NAME).write_text(json.dumps(report))
 
 
-def plant_names_elsewhere(directory):
-    precious = directory.parent / "precious"
-    precious.write_text("mine")
-    os.link(precious, directory / "same")
-    (directory / "link").symlink_to(precious)
-    (directory / "runs").mkdir()
-    (directory / "runs" / "1").write_text("mine")
-    names = ["../precious", str(precious), "link", "runs", "runs/1"]
-    write_manifest(directory, listed(directory) | dict.fromkeys(names, "9a1b3d5ee9cd7f3ec8b3d1f5f3b0fd8e"))
+def replace_by_a_link(directory):
+    (directory / "config.json").rename(directory.parent / "precious")
+    (directory / "config.json").symlink_to(directory.parent / "precious")
 
 
-TEXTS = ["", '{"files": {"config.json": 3}}', "[" * 10**5]
-KINDS = ["model.safetensors", "modeling_aft.py"]
+CHANGED = ["model.safetensors", "modeling_aft.py"]
+TEXTS = ["", '{"source": "vit", "files": {"config.json": 3}}', "[" * 10**5]
 REFUSED = {
-    **{f"{name} changed": (lambda out, name=name: append(out, name), f"{name} was changed since") for name in KINDS},
+    **{f"{name} changed": (lambda out, name=name: append(out, name), f"{name} was changed since") for name in CHANGED},
     "not listed": (lambda out: unlist(out, "config.json"), "config.json, which the earlier conversion did not write"),
-    "no manifest": (lambda out: (out / MANIFEST_NAME).unlink(), f"no {MANIFEST_NAME} .*delete the directory yourself"),
-    "elsewhere": (plant_names_elsewhere, "was changed since"),
-    **{f"text {text[:9]}": (lambda out, text=text: (out / MANIFEST_NAME).write_text(text), "") for text in TEXTS},
+    "link": (replace_by_a_link, "config.json was changed"),
+    "no report": (lambda out: (out / REPORT_NAME).unlink(), "only an earlier conversion is overwritten"),
+    **{
+        f"text {text[:9]}": (lambda out, text=text: (out / REPORT_NAME).write_text(text), REPORT_NAME)
+        for text in TEXTS
+    },
 }
 
 
@@ -116,7 +87,7 @@ REFUSED = {
 def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, converted, change, message):
     change(converted)
     before = contents(converted.parent)
-    with pytest.raises(ConversionError, match=message or MANIFEST_NAME) as error:
+    with pytest.raises(ConversionError, match=message) as error:
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     assert "\n" not in str(error.value) and contents(converted.parent) == before
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from checkpoints import OPTIONS, SIZES, randomize
-from safetensors.torch import load_file
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -18,7 +17,7 @@ from transformers import (
 )
 
 from aft_hf import convert_deit
-from aft_hf.conversion import read_source, save_converted, verify_conversion
+from aft_hf.conversion import read_source
 from aft_hf.conversion.timm_config import read_timm_config
 
 
@@ -56,25 +55,9 @@ def test_a_relative_is_the_vit_that_it_computes(tmp_path, build, saved):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
-def test_the_layer_scale_of_dinov2_is_folded_into_the_projection_before_it(tmp_path):
-    dinov2().save_pretrained(tmp_path / "dinov2")
-    model, report = save_converted(tmp_path / "dinov2", tmp_path / "aft", num_labels=5, **OPTIONS)
-    tensors = load_file(tmp_path / "dinov2" / "model.safetensors")
-    layer = "encoder.layer.1"
-    scale = tensors[f"{layer}.layer_scale1.lambda1"]
-    expected = scale[:, None] * tensors[f"{layer}.attention.output.dense.weight"]
-    torch.testing.assert_close(model.aft.layers[1].mixer.o_proj.weight, expected)
-    expected = tensors[f"{layer}.layer_scale2.lambda1"] * tensors[f"{layer}.mlp.fc2.bias"]
-    torch.testing.assert_close(model.aft.layers[1].mlp.fc2.bias, expected)
-    torch.testing.assert_close(model.aft.layers[1].layernorm_after.weight, tensors[f"{layer}.norm2.weight"])
-    assert len(report.with_status("folded")) == 4
-    assert verify_conversion(tmp_path / "dinov2", tmp_path / "aft") == len(report.with_status("copied")) > 0
-
-
 def test_the_decoder_of_vit_mae_is_left_behind():
     _, report = convert_deit(mae(), num_labels=5, **OPTIONS)
-    dropped = {record.sources[0]: record.note for record in report.with_status("dropped")}
-    assert dropped["decoder.mask_token"] == "for pre-training only"
+    assert "decoder.mask_token" in {record.sources[0] for record in report.with_status("dropped")}
 
 
 REFUSED = {

@@ -69,7 +69,7 @@ def test_a_list_of_types_with_conv_keeps_the_positions_of_patches_alone(deit):
 
 def test_conv_has_the_heads_and_kernels_of_the_paper_by_default(tmp_path):
     save_pth(tmp_path / "deit.pth", grid=(8, 8), width=96)
-    model, _ = convert_deit(tmp_path / "deit.pth")
+    model, _ = convert_deit(tmp_path / "deit.pth", **TIMM)
     assert model.aft.layers[0].mixer.kernel.shape == (4, 11, 11)
     assert model.aft.layers[0].mixer.k_proj.weight.shape == (4, 96)
 

@@ -1,9 +1,8 @@
 """Atomic writing replaces a regular file completely or not at all, nothing else, and leaves no other file."""
 
 import os
-import socket
 import stat
-import threading
+from pathlib import Path
 
 import pytest
 
@@ -74,55 +73,14 @@ def test_a_planted_link_at_a_temporary_name_is_not_written_through(tmp_path, mon
     assert (tmp_path / "precious").read_bytes() == b"mine" and (tmp_path / "a.txt").read_bytes() == b"one"
 
 
-def test_a_folder_a_socket_and_a_pipe_that_nobody_reads_are_refused_by_name(tmp_path):
+def test_what_is_no_regular_file_is_refused_by_name(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "socket"))
-        before = state(tmp_path)
-        for name in ("folder", "socket"):
-            with pytest.raises(OSError, match=f"{tmp_path / name}: exists and is not a regular file"):
-                write(tmp_path / name)
-        with pytest.raises(OSError, match=f"'{tmp_path}/pipe'"):
-            write(tmp_path / "pipe")
-        assert state(tmp_path) == before
-
-
-def test_a_device_gets_the_content_and_stays(tmp_path):
-    (tmp_path / "null").symlink_to("/dev/null")
-    (tmp_path / "full").symlink_to("/dev/full")
     before = state(tmp_path)
-    write(tmp_path / "null")
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/full'"):
-        write(tmp_path / "full")
+    for path in (tmp_path / "folder", tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(OSError, match=f"{path}: exists and is not a regular file"):
+            write(path)
     assert state(tmp_path) == before
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_whoever_reads_a_pipe_gets_everything_or_nothing(tmp_path, linked):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("pipe")
-    path, received = tmp_path / ("link" if linked else "pipe"), []
-    descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
-    with open(descriptor, "rb") as pipe:
-
-        def read() -> None:
-            content = b""
-            while len(content) < 300_000:  # before a writer has opened the pipe, nothing comes
-                content += pipe.read()
-            received.append(content)
-
-        reader = threading.Thread(target=read)
-        with pytest.raises(ZeroDivisionError), write_atomic(path) as file:
-            file.write(b"half")
-            1 / 0  # noqa: B018
-        content = os.urandom(300_000)  # more than a pipe holds
-        with write_atomic(path) as file:
-            file.write(content)
-            reader.start()
-        reader.join()
-    assert received == [content] and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_file_has_the_rights_of_any_other_and_a_name_as_long_as_the_file_system_allows(tmp_path):

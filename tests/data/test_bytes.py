@@ -51,20 +51,6 @@ def test_evaluated_windows_predict_each_byte_but_the_first_once_with_the_longest
     assert position == span[1] - 1
 
 
-def test_training_windows_are_full_and_begin_elsewhere_in_each_epoch(file):
-    content, windows = file.read_bytes(), Windows(file, (0, 90), seq_len=16, seed=3)
-    assert len(windows) == 4
-    offsets = set()
-    for epoch in range(40):
-        for i in range(len(windows)):
-            window = windows[SampleKey(epoch, i)]
-            piece = bytes(window["input_ids"].tolist())
-            place = content.index(piece + bytes([int(window["labels"][-1])]))
-            assert torch.equal(window["labels"][:-1], window["input_ids"][1:]) and place + 16 < 90
-            offsets.add(place - 16 * i)
-    assert offsets == set(range(16))
-
-
 @pytest.mark.parametrize("size", (17, 18, 32, 33, 49))
 def test_training_windows_of_a_file_of_any_size_are_full_and_reach_its_first_and_last_bytes(tmp_path, size):
     content = bytes(range(size))

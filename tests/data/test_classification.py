@@ -32,21 +32,17 @@ def test_crops_lie_in_the_image_and_have_the_area_and_aspect_ratio_asked_for():
 
 
 def test_an_image_that_no_crop_fits_into_gives_its_centre():
-    assert crop_box((300, 10), (1.0, 1.0), np.random.default_rng(0)) == (
-        pytest.approx(150 - 20 / 3),
-        0.0,
-        pytest.approx(150 + 20 / 3),
-        10.0,
-    )
+    expected = (150 - 20 / 3, 0.0, 150 + 20 / 3, 10.0)
+    assert crop_box((300, 10), (1.0, 1.0), np.random.default_rng(0)) == pytest.approx(expected)
 
 
 def test_training_images_are_bytes_with_the_number_of_their_class():
     pixels = np.random.default_rng(0).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     row = {"image": PILImage.fromarray(pixels), "label": "cat"}
-    whole = TrainingImages({"cat": 3}, size=6, crop_scale=None, seed=0)(row, SampleKey(0, 0))
+    whole = TrainingImages(6, None, 0, numbers={"cat": 3})(row, SampleKey(0, 0))
     assert whole["labels"] == 3 and whole["pixel_values"].dtype == torch.uint8
     assert np.array_equal(whole["pixel_values"].permute(1, 2, 0).numpy(), pixels)
-    cropped = TrainingImages({"cat": 3}, size=6, crop_scale=(0.1, 0.9), seed=0)
+    cropped = TrainingImages(6, (0.1, 0.9), 0, numbers={"cat": 3})
     once, again, later = (cropped(row, SampleKey(epoch, 0))["pixel_values"] for epoch in (0, 0, 1))
     assert torch.equal(once, again) and not torch.equal(once, later)
 

@@ -11,17 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_contents import BAD, EPS, encoded, strip, write_rows
 from PIL import EpsImagePlugin, Image
-from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
-from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf.conversion import ConversionError, read_images
-from aft_hf.data.classification import TrainingImages
 from aft_hf.data.image_files import FORMATS, MAX_PIXELS, ImageError, open_image
-from aft_hf.data.image_size import pixel_values
 from aft_hf.data.images import ImagePipeline
 from aft_hf.data.loading import load_local
-from aft_hf.data.pixel_sequences import PixelSequences
 from aft_hf.data.samples import RowSamples, SampleKey
 
 
@@ -83,17 +78,14 @@ def test_any_bytes_and_any_cut_image_are_an_image_or_one_line(noise, format, siz
 @pytest.mark.parametrize("dtype", ["<u2", ">u2"])
 def test_of_16_bits_per_pixel_the_upper_8_are_kept(format, dtype):
     values = np.array([[0, 255, 256], [32767, 54685, 65535]], dtype)
-    pgm = b"P5\n3 2\n65535\n" + values.astype(">u2").tobytes()
-    for content in (encoded(format, Image.fromarray(values)), pgm):
-        np.testing.assert_array_equal(np.array(open_image(content))[..., 1], values >> 8)
+    content = encoded(format, Image.fromarray(values))
+    np.testing.assert_array_equal(np.array(open_image(content))[..., 1], values >> 8)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tags"), [(np.int32, {}), (np.float32, {}), ("<u2", {262: 0})], ids=["int", "float", "0 for white"]
-)
-def test_pixels_whose_range_is_unknown_are_refused(dtype, tags):
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_whose_range_is_unknown_are_refused(dtype):
     with pytest.raises(ImageError, match="save it with 8 bits per channel"):
-        open_image(encoded("TIFF", Image.fromarray(np.full((4, 6), 300, dtype)), tiffinfo=tags))
+        open_image(encoded("TIFF", Image.fromarray(np.full((4, 6), 300, dtype))))
 
 
 def test_the_largest_image_is_read(monkeypatch):
@@ -102,6 +94,11 @@ def test_the_largest_image_is_read(monkeypatch):
     assert open_image(encoded("PNG")).size == (4, 6)
     with pytest.raises(ImageError, match="4 x 7 pixels"):
         open_image(encoded("PNG", Image.new("RGB", (4, 7))))
+    monkeypatch.setattr("aft_hf.data.image_files.MAX_RATIO", 3)
+    assert open_image(strip(1, 3)).size == (1, 3)
+    for size in ((1, 4), (4, 1)):  # would be resized to a huge image
+        with pytest.raises(ImageError, match=f"{size[0]} x {size[1]} pixels.* crop it"):
+            open_image(strip(*size))
 
 
 def test_images_stand_upright_as_their_exif_data_say():
@@ -113,58 +110,21 @@ def test_images_stand_upright_as_their_exif_data_say():
     assert upright.size == (6, 4) and upright.getpixel((5, 0)) == (255, 0, 0)
 
 
-SHORTER = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}
-PROCESSORS = {
-    "shorter side": DeiTImageProcessorPil(**SHORTER),
-    "divided by crop_pct": ConvNextImageProcessorPil(size={"shortest_edge": 224}, crop_pct=0.875),
-    "fixed size": ViTImageProcessorPil(size={"height": 224, "width": 224}),
-}
-
-
-@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
-def test_an_image_that_would_be_resized_to_too_many_pixels_is_named(processor):
-    image = open_image(strip(2, 600_000), "photo.png")
-    with pytest.raises(ImageError, match=r"photo.png: 2 x 600000 pixels cannot be resized to .*67 million"):
-        pixel_values(processor, [image])
-    if processor is not PROCESSORS["fixed size"]:  # which a row of pixels fits
-        with pytest.raises(ImageError, match=r"photo.png: 600000 x 2 pixels cannot be resized to"):
-            pixel_values(processor, [image.transpose(Image.Transpose.ROTATE_90)])
-
-
-def test_what_fits_the_limit_is_resized(monkeypatch):
-    limited = ViTImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 96})
-    assert max(pixel_values(limited, [open_image(strip(100, 5000))]).shape) <= 96
-    monkeypatch.setattr("aft_hf.data.image_files.MAX_PIXELS", 64 * 128)
-    processor = DeiTImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 56, "width": 56})
-    assert pixel_values(processor, [Image.new("L", (10, 20))]).shape == (1, 3, 56, 56)
-    with pytest.raises(ImageError, match="an image: 10 x 21 pixels cannot be resized to 64 x 134"):
-        pixel_values(processor, [Image.new("L", (10, 21))])
-
-
-MAKERS = {
-    "classification": TrainingImages({0: 0, 1: 1}, size=224, crop_scale=None, seed=0),
-    "sub-pixels": PixelSequences(224),
-    "evaluation": ImagePipeline(PROCESSORS["shorter side"]),
-}
-
-
-@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize(
     ("content", "told"),
-    [BAD["an EPS"], BAD["169 million pixels"], (strip(1, 400_000), "1 x 400000 pixels cannot be resized")],
+    [BAD["an EPS"], BAD["169 million pixels"], (strip(1, 400_000), "1 x 400000 pixels")],
 )
-def test_an_unusable_image_of_a_sample_is_named_by_file_and_row(tmp_path, ghostscript, maker, content, told):
+def test_an_unusable_image_of_a_sample_is_named_by_file_and_row(tmp_path, ghostscript, content, told):
     for name, each in (("a", encoded("PNG")), ("b", content)):
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "1.png").write_bytes(each)
     table = write_rows(tmp_path / "1.parquet", [encoded("PNG"), content])
-    for path, name in ((tmp_path / "images", "b/1.png: "), (table, "row 1: an image: ")):
-        samples = RowSamples(load_local(path), MAKERS[maker])
+    for path, name in ((tmp_path / "images", "b/1.png: "), (table, "an image: ")):
+        samples = RowSamples(load_local(path), ImagePipeline(ViTImageProcessorPil()))
         assert samples[SampleKey(0, 0)]
         for key in (1, SampleKey(0, 1)):
-            with pytest.raises(ImageError) as error:
+            with pytest.raises(ImageError, match=f"^row 1: .*{name}.*{told}"):
                 samples[key]
-            assert str(error.value).startswith("row 1: ") and name in str(error.value) and told in str(error.value)
 
 
 @pytest.mark.parametrize(("content", "told"), [*BAD.values(), (None, "has no image")], ids=[*BAD, "no image"])

@@ -43,9 +43,8 @@ def test_another_micro_batch_size_cuts_the_same_global_batches():
 def test_repetitions_of_a_sample_come_into_different_micro_batches():
     first_epoch = batches(num_samples=24, size=12, micro=4, stop=2, repetitions=3)
     counts = Counter(key.index for batch in first_epoch for key in batch)
-    assert (
-        set(counts.values()) == {3} and len(counts) == 8
-    )  # an epoch keeps its length, so it has a third of the samples
+    # An epoch keeps its length, so it has a third of the samples.
+    assert set(counts.values()) == {3} and len(counts) == 8
     assert all(len({key.index for key in batch}) == len(batch) for batch in first_epoch)
     assert {key.repetition for batch in first_epoch for key in batch} == {0, 1, 2}
 

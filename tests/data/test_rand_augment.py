@@ -67,9 +67,8 @@ def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
     assert 0.3 < untouched < 0.7  # each operation is applied with probability 1/2: five standard errors
     distinct = len({image.numpy().tobytes() for image in once})
     fixed = len({image.numpy().tobytes() for image in RandAugment(1, 9, 0.0, FILL)(pixels)})
-    assert (
-        distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
-    )  # at most both signs of each operation, and the picture itself
+    # At most both signs of each operation, and the picture itself.
+    assert distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
 
 
 def test_what_comes_in_from_outside_has_the_fill_colour():

@@ -31,7 +31,7 @@ READERS = {
     "publish text": ("text", ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")),
     "publish image": (
         "image",
-        ("config.json", "results.json", "all_results.json", "trainer_state.json", "preprocessor_config.json"),
+        ("config.json", "results.json", "all_results.json", "preprocessor_config.json"),
     ),
     "publish converted": ("converted", ("conversion_report.json",)),
     "train": (".", ("recipe.yaml",)),

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -110,11 +109,3 @@ def test_any_names_and_values_are_converted_or_refused(state, data):
         if not state:
             break
     converted(state)
-
-
-@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize("state", STATES, ids=["layer", "model"])
-def test_a_value_that_is_no_tensor_is_refused_by_its_name(state, value):
-    name = next(name for name in state if "query" in name)
-    with pytest.raises(ConversionError, match=re.escape(name)):
-        convert_labml(state | {name: value})

@@ -124,6 +124,7 @@ def test_a_file_that_is_not_json_is_refused_in_one_line(root, where, text):
     )
 
 
+INDEX, TOKENIZER, PROCESSOR = "model.safetensors.index.json", "tokenizer_config.json", "preprocessor_config.json"
 PANICS = {"type": "Split", "pattern": {"Regex": r"(?:.|.)+\d"}, "behavior": "Isolated", "invert": False}
 # Values that once gave a traceback, a hang, a panic or no error: (command, file, place, value, part of the error).
 FOUND = [
@@ -132,41 +133,21 @@ FOUND = [
     ("publish text", "config.json", ("auto_map",), ["a"], "auto_map=['a']"),
     ("evaluate text", "config.json", ("num_hidden_layers",), 10**9, "num_hidden_layers"),
     ("evaluate image", "config.json", ("num_labels",), 10**9, "num_labels"),
-    ("evaluate vit", "config.json", ("patch_size",), 0, "patch_size=0: must be one positive"),
-    ("evaluate vit", "config.json", ("image_size",), [32], "image_size=[32]: must be one"),
     ("evaluate text", "config.json", ("num_hidden_layers",), 3, "weights are missing for"),
     ("evaluate text", "config.json", ("layer_norm_eps",), float("nan"), "layer_norm_eps"),
-    ("evaluate shards", "model.safetensors.index.json", (), [], "cannot be loaded"),
-    ("convert shards", "model.safetensors.index.json", ("weight_map",), {"a": 1}, "a=1"),
-    (
-        "convert shards",
-        "model.safetensors.index.json",
-        ("weight_map",),
-        {"a": "../vit/model.safetensors"},
-        "must name a file beside",
-    ),
+    ("evaluate shards", INDEX, (), [], "cannot be loaded"),
+    ("convert shards", INDEX, ("weight_map",), {"a": 1}, "a=1"),
+    ("convert shards", INDEX, ("weight_map",), {"a": "../vit/model.safetensors"}, "must name a file beside"),
     ("publish text", "generation_config.json", (), None, "cannot be loaded"),
-    ("publish text", "tokenizer_config.json", ("tokenizer_class",), [1], "cannot be loaded by AutoTokenizer"),
-    (
-        "evaluate text",
-        "tokenizer_config.json",
-        ("model_max_length",),
-        "long",
-        "tokenizer_config.json: model_max_length='long': must be a valid number",
-    ),
-    (
-        "visualize text",
-        "tokenizer_config.json",
-        ("model_max_length",),
-        0,
-        "model_max_length=0: must be a whole number of at least 1",
-    ),
+    ("publish text", TOKENIZER, ("tokenizer_class",), [1], "cannot be loaded by AutoTokenizer"),
+    ("evaluate text", TOKENIZER, ("model_max_length",), "long", "model_max_length='long': must be a valid number"),
+    ("visualize text", TOKENIZER, ("model_max_length",), 0, "model_max_length=0: must be a whole number of at least"),
     ("evaluate text", "tokenizer.json", ("pre_tokenizer",), PANICS, "retry-limit"),
-    ("evaluate vit", "preprocessor_config.json", ("size",), 10**9, "size="),
-    ("convert vit", "preprocessor_config.json", ("image_std",), "text", "image_std='text'"),
-    ("visualize image", "preprocessor_config.json", ("rescale_factor",), "x", "rescale_factor='x'"),
-    ("evaluate vit", "preprocessor_config.json", ("rescale_factor",), math.inf, "finite number"),
-    ("evaluate vit", "preprocessor_config.json", ("image_std",), [0, 0, 0], "not finite"),
+    ("evaluate vit", PROCESSOR, ("size",), 10**9, "size="),
+    ("convert vit", PROCESSOR, ("image_std",), "text", "image_std='text'"),
+    ("visualize image", PROCESSOR, ("rescale_factor",), "x", "rescale_factor='x'"),
+    ("evaluate vit", PROCESSOR, ("rescale_factor",), math.inf, "finite number"),
+    ("evaluate vit", PROCESSOR, ("image_std",), [0, 0, 0], "not finite"),
     ("publish converted", "conversion_report.json", ("tensors",), 5, "tensors=5"),
     ("train", "recipe.yaml", ("task",), [1], "task=[1]"),
     ("train", "recipe.yaml", ("base",), ["a"], "base=['a']"),

@@ -1,13 +1,10 @@
-"""Fixtures: a mock server of the Hub, clients in this process, and saved models."""
+"""Fixtures: a Hub in memory, and saved models."""
 
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
-from huggingface_hub.utils import _http
 
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,35 +12,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 from hub import Hub
 
-from aft_hf.publishing import write_card
+from aft_hf.publishing import upload, write_card
 
 
 @pytest.fixture
-def hub():
-    with Hub() as hub:
-        yield hub
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    """The pauses of the clients in this process, which are recorded instead of waited for."""
-    pauses: list[float] = []
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=pauses.append))
-    monkeypatch.setattr("aft_hf.publishing.upload.time", SimpleNamespace(sleep=pauses.append))
-    return pauses
-
-
-@pytest.fixture
-def online(monkeypatch, waits):
-    """Allow this process to use the mock server despite the environment, without Xet, which it does not support."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    huggingface_hub.utils.disable_progress_bars()
-    yield
-    huggingface_hub.utils.enable_progress_bars()
+def hub(monkeypatch):
+    """A Hub in memory, which `publish` uses."""
+    hub = Hub()
+    monkeypatch.setattr(upload, "HfApi", lambda **_: hub)
+    return hub
 
 
 @pytest.fixture(scope="session")

@@ -50,8 +50,8 @@ def test_a_saved_model_a_backbone_and_a_model_in_shards_have_no_problems(carded,
     ("file", "change", "told"),
     [
         ("config.json", {"model_type": "vit"}, "model_type is 'vit', not \"aft\""),
-        ("config.json", {"num_heads": 3}, "cannot be loaded by AFTConfig"),
-        ("config.json", {"architectures": ["AFTForDreams"]}, "architectures is ['AFTForDreams']"),
+        ("config.json", {"num_heads": 3}, "cannot be loaded by AFTForImageClassification"),
+        ("config.json", {"architectures": ["AFTForDreams"]}, "architectures is 'AFTForDreams'"),
         ("config.json", {"auto_map": None}, "no auto_map"),
         ("config.json", {"auto_map": {"AutoModel": "someone/else--modeling_aft.AFTModel"}}, "another repository"),
         ("config.json", {"intermediate_size": 32}, "of another shape"),
@@ -92,7 +92,7 @@ def change_tensors(change, **metadata):
     ("name", "damage", "told"),
     [
         ("mixing_aft.py", lambda path: path.write_text("import os\n"), "differs from the installed aft_hf"),
-        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "the model does not load"),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be loaded by AFT"),
         ("model.safetensors", change_tensors(lambda x: x.pop("classifier.bias")), "missing, such as classifier.bias"),
         ("model.safetensors", change_tensors(lambda x: x["classifier.bias"].fill_(torch.nan)), "not finite"),
         ("model.safetensors", change_tensors(dict, author=TOKEN), "model.safetensors: holds a Hugging Face token"),
@@ -110,18 +110,16 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):
     assert "259 tokens, the model 258" in only_problem(directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("model.bin", lambda path: torch.save({}, path)),
-        ("notes.txt", lambda path: path.write_bytes(pickle.dumps({}))),
-        ("notes.dat", lambda path: torch.save({}, path)),
-        ("more/model.ckpt", lambda path: path.write_text("")),
-    ],
-)
-def test_a_pickle_is_told_by_name_and_by_content(directory, name, write):
-    (directory / name).parent.mkdir(exist_ok=True)
-    write(directory / name)
+PICKLES = {
+    "model.bin": torch.save,
+    "notes.dat": torch.save,
+    "notes.txt": lambda x, path: path.write_bytes(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_is_told_by_name_and_by_content(directory, name):
+    PICKLES[name]({}, directory / name)
     assert only_problem(directory).startswith(f"{name}: is a pickle")
 
 

@@ -70,7 +70,7 @@ def test_links_within_the_folder_are_followed_and_other_odd_files_refused_by_nam
     (directory / "lost.txt").symlink_to(tmp_path / "nowhere")
     os.mkfifo(directory / "pipe.txt")  # which is not waited for
     told = "; ".join(find_problems(directory))
-    assert "data: is a link" in told and "lost.txt: is a broken link" in told
+    assert "data: is a link" in told and "lost.txt: is a link" in told
     assert "pipe.txt: is not a regular file" in told
 
 
@@ -80,7 +80,7 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
     (directory / name).write_text(PASSWORD)
     (directory / "more").mkdir()
     (directory / "more" / "notes.txt").symlink_to(f"../{name}")
-    with pytest.raises(PublishError, match=f"more/notes.txt: is a link to the hidden file {name}; ") as error:
+    with pytest.raises(PublishError, match=f"more/notes.txt: is a link to .*{name}, which is no file") as error:
         dry_run(directory)
     assert "letmein" not in str(error.value)
 

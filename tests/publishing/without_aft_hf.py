@@ -7,7 +7,6 @@
 logits after the step are written to `out`/logits.safetensors. Any difference raises an error.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -32,8 +31,6 @@ from transformers import (  # noqa: E402
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     pipeline,
 )
@@ -64,32 +61,8 @@ def check_text(source: str, expected: dict[str, torch.Tensor], out: Path) -> Non
     assert written[0]["generated_text"].startswith("Text"), written
     tokenizer = AutoTokenizer.from_pretrained(source, **REMOTE)
     assert tokenizer.decode(tokenizer("Ünicode")["input_ids"]) == "Ünicode"
-
-    check_export(source, model, inputs, out, use_cache=False)
-    check_classifiers(source, model, inputs, tokenizer, out)
-
     logits = train_a_step(model, {**inputs, "labels": expected["inputs"]}, inputs)
     save_again(AutoModelForCausalLM, model, tokenizer, inputs, logits, out)
-
-
-def check_classifiers(source: str, model: torch.nn.Module, inputs: dict, tokenizer, out: Path) -> None:
-    """Use the language model as a classifier of texts and of tokens: train it for a step, save and load it."""
-    for task, auto_class in (
-        ("text-classification", AutoModelForSequenceClassification),
-        ("token-classification", AutoModelForTokenClassification),
-    ):
-        name = auto_class.__name__.replace("AutoModel", "AFT")
-        classifier = load(auto_class, name, source)
-        classifier.config.pad_token_id = tokenizer.pad_token_id
-        compare(f"{source}, {name}", classifier.base_model(**inputs)[0], model.base_model(**inputs)[0])
-        labels = inputs["input_ids"] % 2
-        labels = labels[:, 0] if task == "text-classification" else labels
-        logits = train_a_step(classifier, {**inputs, "labels": labels}, inputs)
-        classifier.save_pretrained(out / task)
-        tokenizer.save_pretrained(out / task)
-        again = load(auto_class, name, str(out / task))
-        compare(f"{source}, {name}, second generation", again(**inputs).logits, logits)
-        assert pipeline(task, model=str(out / task), **REMOTE)("Text")[0]["score"] > 0.1
 
 
 def check_image(source: str, expected: dict[str, torch.Tensor], out: Path) -> None:
@@ -104,7 +77,6 @@ def check_image(source: str, expected: dict[str, torch.Tensor], out: Path) -> No
     named = {model.config.id2label[i]: score for i, score in enumerate(direct.tolist())}
     assert all(abs(named[each["label"]] - each["score"]) < TOLERANCE for each in answers), (answers, named)
 
-    check_export(source, model, inputs, out)
     labels = torch.zeros(len(expected["inputs"]), dtype=torch.long)
     logits = train_a_step(model, {**inputs, "labels": labels}, inputs)
     save_again(AutoModelForImageClassification, model, processor, inputs, logits, out)
@@ -124,20 +96,6 @@ def check_backbone(source: str, model: torch.nn.Module, inputs: dict[str, torch.
     backbone = AutoModel.from_pretrained(source, **REMOTE).eval()
     assert type(backbone).__name__ == "AFTModel", type(backbone)
     compare(f"{source}, backbone", backbone(**inputs)[0], model.base_model(**inputs)[0])
-
-
-@torch.no_grad()
-def check_export(source: str, model: torch.nn.Module, inputs: dict[str, torch.Tensor], out: Path, **given) -> None:
-    """Compare the ONNX program of a model of type `conv` with the model, if onnxruntime is installed."""
-    if not source.endswith("conv") or not all(map(importlib.util.find_spec, ("onnxruntime", "onnxscript"))):
-        return
-    import onnxruntime
-
-    options = {"dynamo": True, "optimize": False, "verbose": False, "output_names": ["logits"]}
-    torch.onnx.export(model, (), kwargs=inputs | given, **options).save(out / "model.onnx")
-    session = onnxruntime.InferenceSession(out / "model.onnx")
-    (logits,) = session.run(["logits"], {name: x.numpy() for name, x in inputs.items()})
-    compare(f"{source}, ONNX", torch.from_numpy(logits), model(**inputs).logits)
 
 
 def train_a_step(model: torch.nn.Module, batch: dict, inputs: dict) -> torch.Tensor:

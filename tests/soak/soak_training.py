@@ -18,9 +18,7 @@ from runs import (  # noqa: E402
     assert_killing_changes_nothing,
     bytes_recipe,
     images_recipe,
-    streamed,
     write_images,
-    write_shards,
 )
 
 
@@ -30,17 +28,12 @@ KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("KILL_SEED"
 def recipe(kind: str, directory: Path) -> dict:
     """Return the recipe of a run whose steps take a few milliseconds."""
     often = {"save_every": 2, "evaluate_every": 10, "ema_decay": None}
-    if kind in ("images", "streaming"):
-        images = write_images(directory / "images.parquet")
-        values = images_recipe(directory, images, **often)
-        if kind == "images":
-            return values
-        (directory / "shards").mkdir()
-        return streamed(values, write_shards(directory / "shards", images)) | often
+    if kind == "images":
+        return images_recipe(directory, write_images(directory / "images.parquet"), **often)
     return bytes_recipe(directory, **often | ({"ema_decay": 0.8} if kind == "average" else {}))
 
 
-@pytest.mark.parametrize("kind", ["text", "images", "streaming", "average", "two processes"])
+@pytest.mark.parametrize("kind", ["text", "images", "average", "two processes"])
 def test_a_killed_and_resumed_run_gives_the_same_result(tmp_path, kind):
     processes = 2 if kind == "two processes" else 1
     assert_killing_changes_nothing(recipe(kind, tmp_path), KILLS, SEED, processes)

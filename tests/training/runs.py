@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from aft_hf.data.checksums import sha256
 from aft_hf.training.loop import train
-from aft_hf.training.manifest import MANIFEST, file_checksum, read_manifest, write_manifest
+from aft_hf.training.manifest import MANIFEST, read_manifest, write_manifest
 from aft_hf.training.recipe import build_recipe
 
 
@@ -38,14 +39,6 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-}
-
-ZERO3 = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    "DS_ACCELERATOR": "cpu",
 }
 
 CLASSES = ["dark", "light", "red"]  # of `write_images`
@@ -80,16 +73,6 @@ def bpe_tokenizer(text: str, normalizer: Any = None) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator([text], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
-
-
-def write_shards(folder: Path, images: Path) -> Path:
-    """Write a local dataset of 36 images: three training files, and two validation files, one of which is shorter."""
-    rows = Dataset.from_parquet(str(images))
-    for i in range(3):
-        rows.shard(3, i).to_parquet(folder / f"train-{i}.parquet")
-    for i in range(2):
-        rows.select(range(7 * i, 7 + 4 * i)).to_parquet(folder / f"validation-{i}.parquet")
-    return folder
 
 
 def bytes_recipe(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -141,11 +124,6 @@ def images_recipe(directory: Path, images: Path, **changes) -> dict:
     return bytes_recipe(directory) | {"task": "images", "label_smoothing": 0.1} | changes
 
 
-def streamed(values: dict, shards: Path, **data) -> dict:
-    data = {"dataset": str(shards), "train": None, "validation": None, "streaming": True, "shuffle_buffer": 5} | data
-    return values | {"data": values["data"] | data, "steps": 12}
-
-
 def run(values: dict[str, Any]) -> dict[str, Any]:
     """Train in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -166,7 +144,7 @@ def launch(target: Callable, arguments: tuple, processes: int = 1, **environment
     started = []
     for rank in range(processes):
         variables = dict(environment)
-        if processes > 1 or "DS_ACCELERATOR" in environment:  # without it, DeepSpeed looks for MPI
+        if processes > 1:
             variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             variables |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(CONTEXT.Process(target=_call, args=(target, arguments, variables)))
@@ -254,7 +232,7 @@ def plant(checkpoint: Path, name: str, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
-    sums = {str(path.relative_to(checkpoint)): file_checksum(path) for path in files}
+    sums = {str(path.relative_to(checkpoint)): sha256(path) for path in files}
     write_manifest(checkpoint, read_manifest(checkpoint).model_copy(update={"files": sums}))
 
 

@@ -1,10 +1,8 @@
-"""Two processes give the results of one: DDP, FSDP2, ZeRO-3, and a run resumed by another number of processes."""
-
-from importlib.util import find_spec
+"""Two processes give the results of one: DDP, FSDP2, and a run resumed by another number of processes."""
 
 import pytest
 import torch
-from runs import FSDP2, ZERO3, assert_same_run, bytes_recipe, finish, results_of, run, start
+from runs import FSDP2, assert_same_run, bytes_recipe, finish, results_of, run, start
 from transformers import AutoModelForCausalLM
 
 
@@ -34,29 +32,9 @@ def test_two_processes_have_the_losses_of_one_also_after_a_restart(tmp_path, sin
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed, which is no requirement")
-@pytest.mark.parametrize("processes", [1, 2])
-def test_deepspeed_zero3_has_the_losses_of_one_process_also_after_a_restart(tmp_path, processes):
-    values = bytes_recipe(tmp_path, ema_decay=None, max_grad_norm=0.01)  # below the norm of any gradient
-    alone = run(values | {"output_dir": str(tmp_path / "alone")})
-    # The first start may have to compile an operation of DeepSpeed.
-    assert finish(start(values | {"steps": 6}, processes, **ZERO3), timeout=600) == [0] * processes
-    assert finish(start(values, processes, **ZERO3)) == [0] * processes
-    assert_same_run(results_of(values), alone)
-    assert AutoModelForCausalLM.from_pretrained(values["output_dir"]).num_parameters() == alone["parameters"]
-    assert finish(start(values, 3 - processes, **ZERO3)) == [1] * (3 - processes)
-    assert "does not fit the model or the processes" in (tmp_path / "run.error").read_text()
-
-
 def test_a_run_of_two_processes_goes_on_in_one(tmp_path, single):
     values = bytes_recipe(tmp_path)
     assert finish(start(values | {"steps": 6}, 2)) == [0, 0]
     results = run(values)
     assert results["processes"] == 1
     assert_same_run(results, single[1])
-
-
-def test_a_global_batch_that_the_processes_cannot_share_is_an_error_before_training(tmp_path):
-    assert finish(start(bytes_recipe(tmp_path, micro_batch_size=8), 2)) == [1, 1]
-    message = (tmp_path / "run.error").read_text()
-    assert "global_batch_size=8 is not a multiple of processes x micro_batch_size, 2 x 8" in message

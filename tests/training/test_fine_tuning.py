@@ -1,14 +1,12 @@
-"""FineTuner: learning rate of position biases, augmentation, distillation, mixed images and EMA."""
+"""FineTuner: learning rate of position biases, augmentation and distillation."""
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
-from transformers import TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.testing_utils import CaptureLogger
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
-from aft_hf.data.classification import mix_batch
+from aft_hf import AFTConfig, AFTForImageClassification
 from aft_hf.training.distillation import distillation_loss
 from aft_hf.training.fine_tuning import FineTuner, logger
 
@@ -37,7 +35,7 @@ def collated(count: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(count, 3, 8, 8), "labels": torch.arange(count) % CLASSES}
 
 
-OWN = ("mixup", "cutmix", "ema_decay", "teacher", "position_bias_scale", "augment", "train_dataset", "eval_dataset")
+OWN = ("teacher", "position_bias_scale", "augment", "train_dataset", "eval_dataset")
 
 
 def tuner(model, directory, *, kind="soft", **options):
@@ -56,11 +54,10 @@ def test_position_biases_have_a_rate_of_their_own_and_no_weight_decay_through_th
     trainer = tuner(classifier(), tmp_path, position_bias_scale=20, **options)
     trainer.create_optimizer_and_scheduler(num_training_steps=12)
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.5, 0, 0]
-    for factor in (0, 0.25, 0.5, 0.75, 1.0):
-        rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        assert rates == pytest.approx([0.1 * factor, 0.1 * factor, 2.0 * factor])
+    for _ in range(2):  # half of the warm-up
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.05, 0.05, 1.0])
 
 
 # The teacher
@@ -85,9 +82,9 @@ def test_distillation_losses_are_those_of_deit(weight, temperature):
     assert logits.grad.isfinite().all() and taught.grad is None
     same = taught.bfloat16()  # summed in float32
     assert distillation_loss(torch.tensor(0.0), same, same).item() == pytest.approx(0, abs=1e-6)
-    for wrong in ({"kind": "medium"}, {"weight": 1.5}, {"temperature": 0.0}, {"teacher_logits": torch.zeros(5, 3)}):
-        with pytest.raises(ValueError, match=r"must be|both need"):
-            distillation_loss(torch.tensor(2.0), logits, **{"teacher_logits": taught} | wrong)
+    for wrong in ({"kind": "medium"}, {"weight": 1.5}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match="must be"):
+            distillation_loss(torch.tensor(2.0), logits, taught, **wrong)
 
 
 @pytest.mark.parametrize(("kind", "label_smoothing"), [("soft", 0.0), ("hard", 0.1)])
@@ -120,9 +117,9 @@ def test_the_loss_is_mixed_with_that_of_a_teacher_of_any_image_size(size, tmp_pa
     assert not teacher.training and model.classifier.weight.grad is not None
 
 
-def test_evaluation_is_without_teacher_and_mixing_and_draws_no_random_number_that_training_would_miss(tmp_path):
+def test_evaluation_is_without_teacher_and_draws_no_random_number_that_training_would_miss(tmp_path):
     model, batch = classifier().eval(), collated(4)
-    trainer = tuner(model, tmp_path, teacher=vit(8, num_labels=CLASSES), mixup=0.8, cutmix=1.0)
+    trainer = tuner(model, tmp_path, teacher=vit(8, num_labels=CLASSES))
     torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), model(**batch).loss)
     state = torch.get_rng_state()
     trainer.evaluate([{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": i % CLASSES} for i in range(4)])
@@ -135,19 +132,18 @@ NAMED = {"num_labels": 2, "id2label": {0: "cat", 1: "dog"}}
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        ({"id2label": {0: "dog", 1: "cat"}}, r"numbers the classes \['dog', 'cat'\], the model \['cat', "),
-        ({"id2label": {0: "oak", 1: "elm"}}, "has the classes 'oak', 'elm', the model 'cat', 'dog'"),
-        ({"num_labels": 3}, "has 3 classes, the model 2"),
+        ({"id2label": {0: "dog", 1: "cat"}}, "has the 2 classes 'dog', 'cat', the model 2: 'cat', 'dog'; both need"),
+        ({"num_labels": 3}, "has the 3 classes 'LABEL_0', .*, the model 2"),
         (None, "ViTModel, which has no classifier"),
     ],
-    ids=["other order", "other classes", "other number", "backbone"],
+    ids=["other order", "other number", "backbone"],
 )
 def test_a_teacher_that_cannot_teach_is_refused_at_once(tmp_path, teacher, message):
     with pytest.raises(ValueError, match=message):
         tuner(classifier(**NAMED), tmp_path, teacher=vit(8).base_model if teacher is None else vit(8, **teacher))
     with CaptureLogger(logger) as log:  # classes without names are taken by number
         tuner(classifier(**NAMED), tmp_path, teacher=vit(8, num_labels=2))
-    assert "the teacher has 'LABEL_0', 'LABEL_1', the model 'cat', 'dog'" in log.out
+    assert "matched by number: the teacher has the 2 classes 'LABEL_0', 'LABEL_1', the model 2: 'cat'" in log.out
 
 
 # Augmentation and evaluation
@@ -170,19 +166,6 @@ def test_images_are_augmented_in_training_and_not_in_evaluation(tmp_path):
     assert seen == [(4, 3, 8, 8)]
 
 
-# Label smoothing
-
-
-def test_label_smoothing_of_a_language_model_is_about_the_next_token(tmp_path):
-    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, aft_type="simple", vocab_size=11))
-    tokens = torch.randint(0, 11, (2, 9))
-    trainer = tuner(model, tmp_path, label_smoothing_factor=0.2)
-    loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
-    logits = model(tokens).logits[:, :-1].flatten(0, 1).double()
-    expected = F.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.2)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(tmp_path):
     trainer = tuner(classifier(), tmp_path / "aft", train_dataset=rows(6))
     trainer.train()
@@ -194,76 +177,3 @@ def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(
     other.save_model()
     other.create_model_card()
     assert "generated_from_trainer" in (tmp_path / "vit" / "README.md").read_text()
-
-
-# Mixed images
-
-
-@pytest.mark.parametrize("taught", [False, True])
-@pytest.mark.parametrize("mixture", [{"mixup": 0.8}, {"cutmix": 1.0}])
-def test_the_loss_of_mixed_images_is_the_cross_entropy_with_their_mixed_classes(mixture, taught, tmp_path):
-    model, batch = classifier(position_bias_entropy_weight=0.5), collated(6)
-    teacher = vit(8, num_labels=CLASSES).eval() if taught else None
-    trainer = tuner(model, tmp_path, teacher=teacher, **mixture)
-    model.train()
-    torch.manual_seed(1)
-    loss, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
-    torch.manual_seed(1)
-    pixels, targets = mix_batch(batch["pixel_values"], F.one_hot(batch["labels"], CLASSES).float(), **mixture)
-    assert not torch.equal(pixels, batch["pixel_values"]) and ((targets > 0) & (targets < 1)).any()
-    expected = model(pixel_values=pixels)
-    per_image = -(targets * expected.logits.log_softmax(-1)).sum(-1)
-    task = per_image.mean() + 0.5 * expected.position_bias_entropy
-    if taught:  # by the mixed images
-        taught_by = teacher(pixels).logits
-        task = distillation_loss(task, expected.logits, taught_by, kind="soft", weight=0.3, temperature=2.0)
-    torch.testing.assert_close(loss, task)
-    torch.testing.assert_close(outputs.logits, expected.logits)
-
-
-# The average of the weights
-
-
-def test_the_model_that_a_training_leaves_is_the_average_and_so_is_what_it_evaluates_on_the_way(tmp_path):
-    model, decay = classifier(), 0.5
-    steps, evaluated = [], []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *_, **__):
-            steps.append(model.classifier.weight.detach().clone())
-
-    model.classifier.register_forward_hook(
-        lambda module, *_: None if model.training else evaluated.append(module.weight.detach().clone())
-    )
-    options = {"max_steps": 4, "learning_rate": 0.1, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = tuner(model, tmp_path, train_dataset=rows(8), eval_dataset=rows(2), ema_decay=decay, **options)
-    trainer.add_callback(Watch())
-    trainer.train()
-
-    averages = [steps[0]]
-    for weight in steps[1:]:
-        averages.append(decay * averages[-1] + (1 - decay) * weight)
-    torch.testing.assert_close(evaluated[0], averages[1])
-    torch.testing.assert_close(evaluated[-1], averages[3])
-    torch.testing.assert_close(model.classifier.weight.detach(), averages[3])
-    assert not torch.equal(averages[3], steps[3])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixup": -1.0}, "mixup must be"),
-        ({"ema_decay": 1.0}, r"ema_decay must be in \(0, 1\)"),
-        (
-            {"ema_decay": 0.9, "load_best_model_at_end": True, "save_strategy": "best"}
-            | {"eval_strategy": "steps", "eval_dataset": rows(1), "metric_for_best_model": "loss"},
-            "load_best_model_at_end",
-        ),
-        ({"mixup": 0.8, "problem_type": "multi_label_classification"}, "one class per image"),
-        ({"label_smoothing_factor": 0.1, "position_bias_entropy_weight": 0.1}, "position_bias_entropy_weight"),
-    ],
-)
-def test_mixtures_and_averages_that_make_no_sense_are_refused(options, message, tmp_path):
-    config = {name: options[name] for name in ("problem_type", "position_bias_entropy_weight") if name in options}
-    with pytest.raises(ValueError, match=message):
-        tuner(classifier(**config), tmp_path, **{name: options[name] for name in options.keys() - config.keys()})

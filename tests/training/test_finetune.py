@@ -1,4 +1,4 @@
-"""`aft-hf finetune`, called as users call it: images and text, teachers, adapters, and resumed runs."""
+"""`aft-hf finetune`, called as users call it: images, teachers, and resumed runs."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from functools import partial, partialmethod
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
@@ -16,16 +15,13 @@ from runs import Payload
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageClassification,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
     ViTConfig,
     ViTForImageClassification,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
 from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
@@ -39,7 +35,6 @@ IMAGE_MODEL = {"modality": "image", "aft_type": "conv", "hidden_size": 16, "num_
 IMAGE_MODEL |= {"kernel_size": 3, "image_size": 8, "patch_size": 4}
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no", "--use_cpu", "true"]
 BOTH = ["--do_train", "--do_eval"]
-SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +69,16 @@ def vit(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "fox.txt"
-    path.write_text(SENTENCE * 40)
-    return path
-
-
-@pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
-    return save_language_model(tmp_path_factory.mktemp("language model"))
+    directory = tmp_path_factory.mktemp("language model")
+    AFTForCausalLM(AFTConfig(aft_type="simple", hidden_size=16, num_hidden_layers=1)).save_pretrained(directory)
+    return directory
 
 
 def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) -> Path:
     torch.manual_seed(0)
     AFTForImageClassification(AFTConfig(**{**IMAGE_MODEL, **options})).save_pretrained(directory)
     ViTImageProcessorPil(size={"height": size[0], "width": size[1]}).save_pretrained(directory)
-    return directory
-
-
-def save_language_model(directory: Path, **options) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 8, "vocab_size": 258}
-    AFTForCausalLM(AFTConfig(**{"aft_type": "conv", **sizes, **options})).save_pretrained(directory)
-    build_byte_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -130,17 +112,10 @@ def parquet(path: Path, labels: list, feature=None, image=None) -> Path:
 # Images
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--augmentation", "crop", "--eval_on_start", "true", "--eval_strategy", "epoch"],
-        ["--mixup", 0.8, "--cutmix", 1.0, "--ema_decay", 0.5, "--num_train_epochs", 8],
-    ],
-    ids=["augmented", "mixed and averaged"],
-)
-def test_an_aft_conv_learns_two_colours_from_a_folder(options, classifier, images, tmp_path):
-    common = ["--train", images, "--validation_share", 0.25, "--learning_rate", 1e-2, "--position_bias_scale", 20]
-    metrics = start(classifier, tmp_path, *BOTH, *common, "--num_train_epochs", 5, *options)
+def test_an_aft_conv_learns_two_colours_from_a_folder(classifier, images, tmp_path):
+    options = ["--train", images, "--validation_share", 0.25, "--learning_rate", 1e-2, "--position_bias_scale", 20]
+    options += ["--augmentation", "crop", "--eval_on_start", "true", "--eval_strategy", "epoch"]
+    metrics = start(classifier, tmp_path, *BOTH, "--num_train_epochs", 5, *options)
     assert metrics["eval_accuracy"] == 1.0
     model = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert model.config.id2label == {0: "blue", 1: "red"}
@@ -182,65 +157,35 @@ def test_a_vit_for_larger_images_teaches(classifier, vit, images, tmp_path):
     assert np.isfinite(start(classifier, tmp_path, *options, *smoothed)["train_loss"])
 
 
-# Text
-
-
-def test_a_language_model_learns_a_sentence_from_one_text_file(language_model, text, tmp_path):
-    options = ["--train", text, "--validation_share", 0.1, "--block_size", 64, "--num_train_epochs", 20]
-    metrics = start(
-        language_model, tmp_path, *BOTH, *options, "--learning_rate", 2e-2, "--lr_scheduler_type", "cosine"
-    )
-    assert metrics["eval_bits_per_token"] < 2.5  # 8 before training; 3.9 with letter frequencies only
-    assert metrics["eval_bits_per_token"] == pytest.approx(metrics["eval_loss"] / np.log(2), rel=1e-4)
-    assert AutoTokenizer.from_pretrained(tmp_path)("fox")["input_ids"] == list(b"fox")
-
-
-def test_gpt2_is_fine_tuned_on_a_parquet_column_with_the_attention_that_was_asked_for(tmp_path, monkeypatch):
-    def noted(self, original, model, **options):
-        assert model.config._attn_implementation == "eager"  # transformers' default is sdpa
-        original(self, model=model, **options)
-
-    tuner_with(monkeypatch, __init__=noted)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=16, n_embd=8, n_layer=1, n_head=1))
-    gpt2.save_pretrained(tmp_path / "gpt2")
-    build_byte_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path / "gpt2")
-    Dataset.from_dict({"story": [SENTENCE] * 9, "other": [1] * 9}).to_parquet(tmp_path / "stories.parquet")
-    options = ["--train", tmp_path / "stories.parquet", "--text_column", "story", "--max_steps", 2]
-    metrics = start(tmp_path / "gpt2", tmp_path / "out", *BOTH, *options, "--attn-implementation", "eager")
-    assert metrics["eval_perplexity"] == pytest.approx(2 ** metrics["eval_bits_per_token"])
-
-
 # Held-out data
 
 
 @pytest.fixture
-def sizes(monkeypatch):
-    """The number of training and evaluation samples that the last Trainer was given."""
+def given(monkeypatch):
+    """The number of training and evaluation samples that the last Trainer was given, and its model's attention."""
     seen = []
 
-    def noted(self, original, train_dataset, eval_dataset, **options):
-        seen[:] = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
-        original(self, train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
+    def noted(self, original, model, train_dataset, eval_dataset, **options):
+        sizes = len(train_dataset), None if eval_dataset is None else len(eval_dataset)
+        seen[:] = *sizes, model.config._attn_implementation
+        original(self, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, **options)
 
     tuner_with(monkeypatch, __init__=noted)
     return seen
 
 
-@pytest.mark.parametrize("kind", ["images", "text"])
-def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(kind, request, sizes, tmp_path):
-    model = request.getfixturevalue({"images": "classifier", "text": "language_model"}[kind])
-    data = request.getfixturevalue(kind)
-    options = ["--train", data, "--max_steps", 1, *(["--block_size", 45] if kind == "text" else [])]  # 40 samples
+def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(vit, images, given, tmp_path):
+    options = ["--train", images, "--max_steps", 1]
     with CaptureLogger(loading.logger) as log:
-        start(model, tmp_path, "--do_train", *options)
-    assert sizes == [38, 2] and "2 of the 40 training samples are held out" in log.out
+        start(vit, tmp_path, "--do_train", *options)
+    assert given == [38, 2, "sdpa"] and "2 of the 40 training samples are held out" in log.out
     with CaptureLogger(loading.logger) as log:
-        start(model, tmp_path, "--do_train", *options, "--validation_share", 0)
-    assert sizes == [40, None] and log.out == ""
-    start(model, tmp_path, "--do_train", *options, "--max_train_samples", 7, "--max-eval-samples", 1)
-    assert sizes == [7, 1]
+        start(vit, tmp_path, "--do_train", *options, "--validation_share", 0, "--attn-implementation", "eager")
+    assert given == [40, None, "eager"] and log.out == ""
+    start(vit, tmp_path, "--do_train", *options, "--max_train_samples", 7, "--max-eval-samples", 1)
+    assert given[:2] == [7, 1]
     with pytest.raises(ValueError, match="no validation data: give --validation, or a --validation-share above 0"):
-        start(model, tmp_path, *BOTH, *options, "--validation_share", 0)
+        start(vit, tmp_path, *BOTH, *options, "--validation_share", 0)
 
 
 # Resuming
@@ -252,7 +197,6 @@ def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images
     options = [*BOTH, "--train", images, "--validation_share", 0.4, "--num_train_epochs", 3, "--logging_steps", 1]
     options += ["--augmentation", "crop", "--save_strategy", "steps", "--save_steps", every]
     options += ["--eval_strategy", "epoch", "--resume_from_checkpoint", "true"]
-    options += ["--ema_decay", 0.5] if kind == "aft" else []
     start(model, tmp_path / "whole", *options)
     whole = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
 
@@ -263,8 +207,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(kind, every, vit, images
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
         tuner_with(patch, _save_checkpoint=stopped)
         start(model, tmp_path / "parts", *options)
-    unfinished = tmp_path / "parts" / "checkpoint-100"  # as of a run that was stopped while writing
-    unfinished.mkdir()
+    for name in ("checkpoint-0", "checkpoint-100"):
+        (tmp_path / "parts" / name).mkdir()  # the last one as of a run that was stopped while writing
+    (tmp_path / "parts" / "checkpoint-0" / "trainer_state.json").write_text("{}")  # not the newest one
     torch.rand(7)
     start(model, tmp_path / "parts", *options)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
@@ -286,12 +231,8 @@ def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path
 
 def test_a_second_run_in_the_same_directory_is_refused(classifier, images, tmp_path):
     options = ["--do_train", "--train", images, "--max_steps", 1]
-    start(classifier, tmp_path, *options)
-    with owned(tmp_path):
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on "):
-            start(classifier, tmp_path, *options)
-        assert sorted(tmp_path.rglob("*")) == before
+    with owned(tmp_path), pytest.raises(OSError, match=f"^{tmp_path} is in use by process {os.getpid()} on "):
+        start(classifier, tmp_path, *options)
     start(classifier, tmp_path, *options)  # the directory is free again
     assert RUN in {path.name for path in files_to_upload(tmp_path)[1]}  # not to be published
 
@@ -358,67 +299,29 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
     assert not list(tmp_path.glob(".*"))
 
 
-# Adapters
-
-
-def test_adapters_of_images_are_loaded_again_and_gone_on_with(images, tmp_path):
-    base = save_classifier(tmp_path / "base", num_labels=2)
-    options = [*BOTH, "--train", images, "--lora_rank", 2, "--learning_rate", 0.05, "--logging_steps", 1]
-    options += ["--num_train_epochs", 2, "--augmentation", "crop", "--save_strategy", "epoch"]
-    start(base, tmp_path / "out", *options)
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    model = AutoModelForImageClassification.from_pretrained(base)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    model = peft.PeftModel.from_pretrained(model, tmp_path / "out").eval()
-    adapted = model.merge_and_unload().state_dict()
-    changed = {name for name in before if not torch.equal(before[name], adapted[name])}
-    projections = {f"aft.layers.0.mixer.{name}_proj.weight" for name in "qkvo"}
-    assert changed == projections | {"classifier.weight", "classifier.bias"}
-
-    # Resumed from the checkpoint after the first epoch, the second epoch is the same.
-    whole = losses(tmp_path / "out")
-    first = min((tmp_path / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    start(base, tmp_path / "again", *options, "--resume_from_checkpoint", first)
-    assert losses(tmp_path / "again") == whole
-
-
 # Options and errors
 
 
-def test_what_is_pushed_names_the_task_and_no_local_data(classifier, images, tmp_path, monkeypatch):
-    pushed = []
-    monkeypatch.setattr(finetune.FineTuner, "init_hf_repo", lambda *_, **__: None)  # there is no Hub here
-    tuner_with(monkeypatch, push_to_hub=lambda self, original, **options: pushed.append(options))
-    start(classifier, tmp_path, "--do_eval", "--train", images, "--push_to_hub", "true")
-    assert pushed == [{"tasks": "image-classification", "dataset": [], "dataset_tags": []}]
-
-
 @pytest.mark.parametrize(
-    ("model", "options", "message"),
+    ("options", "message"),
     [
-        ("classifier", [], "nothing to do"),
-        ("classifier", ["--do_train", "--image_column", "label"], "holds no images"),
-        ("classifier", ["--do_train", "--learning_rates", "1"], "not used"),
-        ("classifier", ["--do_train", "--max_train_samples", "0"], "must be at least 1"),
-        ("classifier", ["--do_train", "--fp16"], "--fp16 needs a GPU"),
-        ("language_model", ["--do_train", "--text_column", "story"], "no column 'story', it has 'text'"),
-        ("language_model", ["--do_train", "--block_size", "5000"], "shorter than one block of 5000 tokens"),
-        ("language_model", ["--do_train", "--block_size", "1"], "at least 2"),
-        ("language_model", ["--do_train", "--mixup", 0.8], "for image classifiers"),
+        (["--train", "{images}"], "nothing to do"),
+        (["--do_train"], "either the dataset, or train"),
+        (["--do_train", "--validation", "{images}"], "no training data"),
+        (["--do_train", "--train", "{images}", "--image_column", "label"], "has no image in column 'label'"),
+        (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
+        (["--do_train", "--train", "{images}", "--augmentation", "flip"], "augmentation must be one of"),
+        (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
 )
-def test_wrong_options_are_told(model, options, message, request, tmp_path):
-    data = request.getfixturevalue({"classifier": "images", "language_model": "text"}[model])
+def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
     with pytest.raises(ValueError, match=message):
-        start(request.getfixturevalue(model), tmp_path, "--train", data, *options)
+        start(classifier, tmp_path, *(option.format(images=images) for option in options))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [([], "either dataset_name, or train"), (["--validation", "{images}"], "no training data")]
-)
-def test_a_training_without_data_is_refused(options, message, classifier, images, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        start(classifier, tmp_path, "--do_train", *(option.format(images=images) for option in options))
+def test_a_language_model_is_refused_with_the_command_that_trains_it(language_model, images, tmp_path):
+    with pytest.raises(ValueError, match=r"is no image classifier; .* model.pretrained of a recipe to aft-hf train"):
+        start(language_model, tmp_path, "--do_train", "--train", images)
 
 
 def test_errors_of_options_are_short(tmp_path, run_command):
@@ -426,5 +329,7 @@ def test_errors_of_options_are_short(tmp_path, run_command):
     done = run_command("aft-hf", "finetune", *options)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("aft-hf: ") and "./missing" in done.stderr
+    done = run_command("aft-hf", "finetune", *options, "--max_train_samples", 0)
+    assert done.returncode == 2 and "--max-train-samples" in done.stderr
     done = run_command("aft-hf", "finetune", *options, "--weight_decay", "much")  # an option of TrainingArguments
     assert done.returncode == 2 and done.stderr.count("\n") <= 2 and "weight_decay" in done.stderr

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aft_hf.training.metrics import accuracy, accuracy_and_loss, bits_per_token, code_length, token_losses
+from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
 
 
 def accuracies(scores: np.ndarray, labels: np.ndarray, *top_k: int) -> dict[str, float]:
@@ -56,19 +56,3 @@ def test_small_losses_count_beside_a_large_sum():
     nats = torch.tensor([2.0**24] + [1.0] * 1000) * math.log(2)  # float32 has 24 bits
     result = code_length(nats, torch.tensor([[1]] + [[0]] * 1000), ("byte",))
     assert result["bits_per_byte"] == pytest.approx(2**24 + 1000, rel=1e-7)
-
-
-def test_bits_per_token_are_the_mean_loss_in_bits_of_what_counts():
-    result = bits_per_token(torch.tensor([1.0, 2.0, 50.0, 3.0]), torch.tensor([5, 0, -100, 7]))
-    assert result == {"bits_per_token": pytest.approx(2 / np.log(2)), "perplexity": pytest.approx(np.exp(2))}
-    result = bits_per_token(torch.tensor([1e4]), torch.tensor([1]))
-    assert result == {"bits_per_token": pytest.approx(1e4 / np.log(2)), "perplexity": float("inf")}
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_token_losses_are_those_of_the_next_token_summed_in_float32(alone):
-    logits, labels = torch.randn(2, 5, 7).bfloat16(), torch.randint(0, 7, (2, 5))
-    labels[1, 3] = -100
-    losses = token_losses(logits if alone else (logits, None), labels)
-    expected = -logits.double().log_softmax(-1)[:, :-1].gather(2, labels[:, 1:, None].clamp_min(0))[..., 0]
-    torch.testing.assert_close(losses, expected.float() * (labels[:, 1:] >= 0))

@@ -3,20 +3,16 @@
 Functions of this package compute arrays, and `pictures` draws them; `aft-hf visualize` does both.
 """
 
-from .completions import complete_images
-from .maps import PatchMaps, bias_maps, implicit_attention, key_features, on_patches, patch_maps
-from .pictures import draw_images, draw_losses, draw_maps, plot_position_biases, save
+from .maps import PatchMaps, bias_maps, key_features, on_patches, patch_maps
+from .pictures import draw_losses, draw_maps, plot_position_biases, save
 from .relative_attention import mean_attention, relative_attention
 
 
 __all__ = [
     "PatchMaps",
     "bias_maps",
-    "complete_images",
-    "draw_images",
     "draw_losses",
     "draw_maps",
-    "implicit_attention",
     "key_features",
     "mean_attention",
     "on_patches",

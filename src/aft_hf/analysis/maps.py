@@ -1,4 +1,4 @@
-"""Position biases, keys and implicit attention (Eq. 3) of the layers of an AFT, also as maps over the patches."""
+"""Position biases, keys and weights (Eq. 3) of the layers of an AFT, also as maps over the patches."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -57,40 +57,6 @@ def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
         ValueError: the inputs are a batch of more than one sequence or image.
     """
     return [widen(mixer.k_proj(x))[0].T.float().cpu() for mixer, x in _mixers_with_inputs(model, inputs)]
-
-
-@torch.no_grad()
-def implicit_attention(model: AFTPreTrainedModel, position: int, **inputs: Any) -> list[torch.Tensor]:
-    """Return Eq. 3 for one query in every layer: a_t' = sigma(Q_t) exp(K_t' + w_tt') / sum exp(K_t'' + w_tt'').
-
-    The weights differ by feature. They need O(d T) memory; `output_attentions` returns them for all queries.
-
-    Args:
-        model: any AFT model in evaluation mode.
-        position: index t of the query; a class token counts as position 0.
-        **inputs: inputs of the model for one sequence or image, without padding.
-
-    Returns:
-        The weights of each layer, (d, T) in float32; in causal models they are 0 after t.
-
-    Raises:
-        ValueError: the position does not exist, or the inputs are a batch of more than one sequence or image.
-    """
-    grid_size = model.config.grid_of(inputs["pixel_values"].shape[-2:]) if "pixel_values" in inputs else None
-    layers = []
-    for mixer, x in _mixers_with_inputs(model, inputs):
-        length = x.shape[1]
-        if not 0 <= position < length:
-            raise ValueError(f"position must be 0 .. {length - 1}, got {position}")
-        biases = mixer.position_bias(length, grid_size)[:, position : position + 1]  # (h, 1, T)
-        visible = (torch.arange(length, device=x.device) <= position).view(1, 1, 1, -1) if mixer.causal else None
-        keys = split_heads(mixer.k_proj(x), mixer.num_heads)
-        weights = mixing_weights(keys, biases, visible)[0, :, :, 0]  # (h, k, T)
-        weights = weights.expand(-1, mixer.hidden_size // mixer.num_heads, -1).flatten(0, 1)
-        if mixer.q_proj is not None:
-            weights = weights * widen(mixer.query_activation(mixer.q_proj(x[0, position])))[:, None]
-        layers.append(weights.float().cpu())
-    return layers
 
 
 def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Pictures of the arrays of this package: grids of maps, rows of images, and curves.
+"""Pictures of the arrays of this package: grids of maps, and curves.
 
 Pictures have no background, and all lines and text are in one gray, so that they are readable on light and dark pages.
 matplotlib, from the extra "viz", is imported when a picture is drawn.
@@ -40,9 +40,9 @@ STYLE = {
 }
 FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
 LAYERS_IN_A_ROW = 8
-# Color scales of maps and their color maps: one scale for all maps, symmetric around 0 ("signed") or beginning at 0
-# ("positive"); or a scale for each map, symmetric around 0 ("own signed") or beginning at its lowest value ("own").
-SCALES = {"signed": "RdBu_r", "positive": "viridis", "own signed": "RdBu_r", "own": "viridis"}
+# Color scales of maps and their color maps: one scale for all maps, symmetric around 0 ("signed"); or a scale for each
+# map, symmetric around 0 ("own signed") or beginning at its lowest value ("own").
+SCALES = {"signed": "RdBu_r", "own signed": "RdBu_r", "own": "viridis"}
 OUTLIERS = 0.001  # the share of values that may lie beyond the ends of a scale
 # Label and scale for the `values` of `bias_maps`. exp(w) of some heads is a thousand times that of others.
 BIASES = {"w": ("position bias w", "signed"), "exp": ("exp(w)", "own"), "expm1": ("exp(w) - 1", "own signed")}
@@ -101,8 +101,8 @@ def draw_maps(
 
     Args:
         layers: maps of each layer, (n, rows, columns).
-        scale: color scale: "signed" (symmetric around 0) or "positive" (from 0) for one scale of all maps, or
-            "own signed" or "own" for a scale of each map.
+        scale: color scale: "signed" (symmetric around 0) for one scale of all maps, or "own signed" or "own" for a
+            scale of each map.
         label: label of the color scale.
         names: names of the layers. Default: "layer 1", "layer 2" ...
         column: name of a map of a layer, such as "head" or "feature".
@@ -143,24 +143,9 @@ def draw_maps(
     if count > most:
         figure.supxlabel(f"the first {most} of {count} {column}s", fontsize="medium")
     if common:
-        figure.colorbar(shown, ax=axes, label=label, shrink=0.8, extend="both" if scale == "signed" else "max")
+        figure.colorbar(shown, ax=axes, label=label, shrink=0.8, extend="both")
     elif label:
         figure.suptitle(f"{label}, each map on its own scale", fontsize="medium")
-    return figure
-
-
-@styled
-def draw_images(rows: Mapping[str, torch.Tensor]) -> "Figure":
-    """Draw rows of images of dtype uint8, (N, H, W, 3) each, given by the name of the row."""
-    across = max(map(len, rows.values()))
-    figure, axes = new_figure(len(rows), across, (1.0 * across + 0.5, 1.0 * len(rows) + 0.1))
-    for (name, images), row in zip(rows.items(), axes):
-        for axis, image in zip(row, images):
-            axis.set(xticks=[], yticks=[])
-            axis.imshow(image.numpy(), interpolation="nearest")
-        row[0].set_ylabel(name)
-        for axis in row[len(images) :]:
-            axis.axis("off")
     return figure
 
 
@@ -233,5 +218,5 @@ def _limit(values: np.ndarray) -> float:
 
 def _colours(scale: str, limit: float) -> dict[str, Any]:
     """Return the color options of imshow. Masked values (w = -inf) get the color of the lowest value."""
-    ends = {"signed": (-limit, limit), "own signed": (-limit, limit), "positive": (0.0, limit), "own": (None, None)}
+    ends = {"signed": (-limit, limit), "own signed": (-limit, limit), "own": (None, None)}
     return {"cmap": SCALES[scale], "vmin": ends[scale][0], "vmax": ends[scale][1]}

@@ -14,9 +14,7 @@ from ..position_biases_aft import widen
 
 
 @torch.no_grad()
-def mean_attention(
-    model: PreTrainedModel, batches: Iterable[torch.Tensor], *, keep_class_token: bool = False
-) -> tuple[list[torch.Tensor], int]:
+def mean_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
     """Return the attention between patches of every layer and head of a vision transformer, averaged over images.
 
     Other tokens are left out, and each row is renormalized for each image: A_tt' / sum_t' A_tt' over the remaining
@@ -25,7 +23,6 @@ def mean_attention(
     Args:
         model: a ViT, DeiT or BEiT of transformers.
         batches: batches of pixel values, (B, channels, height, width) each.
-        keep_class_token: whether to keep the class token, as position 0. A distillation token is always left out.
 
     Returns:
         The mean attention of each layer, (heads, T, T) in float32 with a row for each query, and the number of images.
@@ -38,9 +35,7 @@ def mean_attention(
     totals: list[Any] = [0] * len(layers)
 
     def add(index: int, attention: torch.Tensor) -> None:
-        kept = torch.arange(attention.shape[-1], device=attention.device)
-        kept = torch.cat([kept[: int(keep_class_token)], kept[-num_patches:]])
-        attention = widen(attention.index_select(-2, kept).index_select(-1, kept))
+        attention = widen(attention[..., -num_patches:, -num_patches:])
         attention = attention / attention.sum(-1, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
         totals[index] = totals[index] + attention.sum(0)
 

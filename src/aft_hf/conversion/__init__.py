@@ -11,9 +11,9 @@ from .deit import (
 from .errors import ConversionError
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
-from .report import REPORT_NAME, ConversionReport, TensorRecord, verify_conversion
+from .report import REPORT_NAME, ConversionReport, TensorRecord
 from .resizing import adapt_to_image_size
-from .saving import save_converted
+from .saving import save_converted, verify_conversion
 from .source import VisionTransformerSource, read_source
 
 

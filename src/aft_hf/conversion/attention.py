@@ -1,14 +1,13 @@
-"""Initialization from the attention of a teacher: position biases of every layer, and keys of AFT-conv.
+"""Initialization of AFT-conv from the attention of a teacher: position biases and keys.
 
 In Eq. 2, exp(w_tt') is the unnormalized weight of position t' in an AFT layer whose keys are all equal. So w is the
 logarithm of the teacher's mean attention, up to a constant for each row, which the normalization of Eq. 2 cancels.
 
-The keys of AFT-conv are fitted to the dependence of the attention on the content. A head of the teacher has the scores
+The keys are fitted to the dependence of the attention on the content. A head of the teacher has the scores
 q_t . k_t' / sqrt(d_head). AFT has the same score K_t' for all queries, so q_t is replaced by its mean over patches and
 images: K_t' = mean(q) . k_t' / sqrt(d_head), a linear function of the hidden state. w and K are fitted independently,
-so a dependence of K on the position counts in both; for AFT-conv, where w is a mean over all pairs with an offset, the
-effect is small. Keys of AFT-full and AFT-local are not fitted: the biases of AFT-full contain the mean score of each
-pair of positions, and those of AFT-local within the window.
+so a dependence of K on the position counts in both; since w is a mean over all pairs with an offset, the effect is
+small.
 
 AFT head i owns the features [i d/h, (i+1) d/h), and each teacher head owns its features likewise. AFT head i is fitted
 to the mean over the teacher's heads, weighted by the number of features that the two heads share.
@@ -25,7 +24,7 @@ from torch import nn
 from ..analysis.relative_attention import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
 from ..data.image_size import processor_for
-from ..mixers_aft import AFTConv, AFTFull, AFTLocal, AFTMixer
+from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTForImageClassification
 from .images import pixel_batches
 from .source import VisionTransformerSource
@@ -35,19 +34,15 @@ from .source import VisionTransformerSource
 # from factors beyond e^10 = 22026.
 LARGEST_BIAS = 10.0
 
-# Alternating least squares for the factors of AFT-local. A smaller ridge fits w a little better, but with factors so
-# large that training could not move them: up to 1000 with a ridge of 1e-6, up to 10 with 1e-2.
-ALTERNATIONS, RIDGE = 5, 1e-2
-
 
 @torch.no_grad()
 def fit_to_attention(
     model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[torch.Tensor | Image.Image]
 ) -> dict[str, str]:
-    """Fit the position biases of every layer, and the keys of AFT-conv, to the attention of the teacher, in place.
+    """Fit the position biases and keys of the layers of AFT-conv to the attention of the teacher, in place.
 
     Args:
-        model: the model converted from `source`, at the image size of the source unless all biases are relative.
+        model: the model converted from `source`.
         source: the teacher.
         images: PIL images, or tensors of pixel values of one image or of a batch.
 
@@ -66,20 +61,22 @@ def fit_to_attention(
     for i, layer in enumerate(teacher.base_model.layers):
         layer.attention.q_proj.register_forward_hook(lambda module, inputs, output, i=i: add(i, output))
     batches = pixel_batches(images, processor_for(source.image_processor, pair(source.config.image_size)))
-    maps, num_images = mean_attention(teacher, batches, keep_class_token=bool(model.config.use_cls_token))
+    maps, num_images = mean_attention(teacher, batches)
     fitted = {}
     for i, (layer, attention) in enumerate(zip(model.aft.layers, maps)):
         mixer: Any = layer.mixer
+        if not isinstance(mixer, AFTConv):
+            continue
         weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size).double()
-        values = _fit(mixer, torch.einsum("ij,jts->its", weights, attention.double()), source.grid_size)
-        if isinstance(mixer, AFTConv):
-            # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
-            query = (queries[i] / num_images).unflatten(0, (len(attention), -1))
-            key = teacher.base_model.layers[i].attention.k_proj.weight.double().unflatten(0, query.shape)
-            keys = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
-            values["k_proj.weight"] = keys
-            if mixer.k_proj.bias is not None:
-                values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
+        bias = conv_bias(torch.einsum("ij,jts->its", weights, attention.double()), source.grid_size, mixer.window)
+        values = as_reparameterized(bias, mixer.position_bias_multiplier)
+        # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
+        query = (queries[i] / num_images).unflatten(0, (len(attention), -1))
+        key = teacher.base_model.layers[i].attention.k_proj.weight.double().unflatten(0, query.shape)
+        keys = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
+        values["k_proj.weight"] = keys
+        if mixer.k_proj.bias is not None:
+            values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
         for name, value in values.items():
             mixer.get_parameter(name).copy_(value)
             fitted[f"aft.layers.{i}.mixer.{name}"] = f"to the attention of the source on {num_images} images"
@@ -92,18 +89,6 @@ def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Te
     mine = nn.functional.one_hot(feature * num_heads // width, num_heads).float()
     theirs = nn.functional.one_hot(feature * num_teacher_heads // width, num_teacher_heads).float()
     return mine.mT @ theirs * num_heads / width
-
-
-def _fit(mixer: AFTMixer, attention: torch.Tensor, grid_size: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Return the position-bias parameters of a mixer by name, fitted to attention maps (h, T, T)."""
-    if isinstance(mixer, AFTConv):
-        bias = conv_bias(attention, grid_size, mixer.window)
-        return as_reparameterized(bias, mixer.position_bias_multiplier)
-    if isinstance(mixer, AFTFull):  # or AFT-local
-        length = attention.shape[-1]
-        inside = band(length, mixer.window if isinstance(mixer, AFTLocal) else length)
-        return _as_factors(row_bias(attention, inside), inside, mixer)
-    return {}
 
 
 def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: int) -> torch.Tensor:
@@ -129,24 +114,6 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
     return (bias - constant[:, None, None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
 
 
-def band(length: int, window_size: int) -> torch.Tensor:
-    """Return a boolean mask (T, T) of the pairs with |t - t'| < s (Eq. 4)."""
-    positions = torch.arange(length)
-    return (positions[:, None] - positions).abs() < window_size
-
-
-def row_bias(attention: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Return w_tt' = log(A_tt' / the row's mean outside the window) inside the window, and 0 outside.
-
-    A row whose window covers all positions, as for AFT-full, is centered. `attention` and w are (h, T, T); `inside` is
-    (T, T), True inside the window of each row.
-    """
-    bias, outside = _log(attention), (~inside).sum(-1)
-    mean_outside = (attention * ~inside).sum(-1) / outside.clamp_min(1)
-    constant = torch.where(outside > 0, _log(mean_outside), bias.mean(-1))
-    return (bias - constant[..., None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
-
-
 def _log(x: torch.Tensor) -> torch.Tensor:
     return x.clamp_min(torch.finfo(x.dtype).tiny).log()
 
@@ -160,42 +127,3 @@ def as_reparameterized(bias: torch.Tensor, multiplier: float) -> dict[str, torch
     kernel = bias / multiplier
     variance, mean = torch.var_mean(kernel.flatten(1), -1, correction=0)
     return {"kernel": kernel, "kernel_scale": (variance + 1e-12 / multiplier**2).sqrt(), "kernel_shift": mean}
-
-
-def _as_factors(bias: torch.Tensor, inside: torch.Tensor, mixer: AFTFull) -> dict[str, torch.Tensor]:
-    """Return the position-bias table, or the factors of Eq. 7 with the least squared error inside the window."""
-    if not mixer.factorized:
-        return {"position_bias_table": bias / mixer.position_bias_multiplier}
-    rank = min(mixer.position_bias_query.shape[-1], bias.shape[-1])
-    factors = [factorize(head, rank, inside) for head in bias]
-    query, key = (torch.stack(matrices) / math.sqrt(mixer.position_bias_multiplier) for matrices in zip(*factors))
-    # Columns beyond the rank contribute nothing to w, since those of the query are 0, but they can learn. If both
-    # factors were 0, both gradients would be 0, too.
-    padding = mixer.position_bias_key[..., rank:]
-    return {
-        "position_bias_query": torch.cat([query, torch.zeros_like(padding)], -1),
-        "position_bias_key": torch.cat([key, padding], -1),
-    }
-
-
-def factorize(bias: torch.Tensor, rank: int, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return u and v, (T, rank) each, such that u v^T approximates `bias` (T, T) where `inside` (T, T) is True.
-
-    If all pairs count, the truncated singular value decomposition is optimal. Otherwise, alternating least squares
-    start from it.
-    """
-    u, singular, v = torch.linalg.svd(bias)
-    root = singular[:rank].sqrt()
-    query, key = u[:, :rank] * root, v.mT[:, :rank] * root
-    if not inside.all():
-        for _ in range(ALTERNATIONS):
-            query = _least_squares(bias, key, inside)
-            key = _least_squares(bias.mT, query, inside.mT)
-    return query, key
-
-
-def _least_squares(bias: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Return the u (T, rank) that minimize the sum inside of (u_t . v_t' - w_tt')^2, plus a ridge penalty on u."""
-    products = (key[:, :, None] * key[:, None, :]).flatten(1)  # (T, rank * rank)
-    gram = (inside.to(key.dtype) @ products).unflatten(1, (key.shape[1], key.shape[1]))
-    return torch.linalg.solve(gram + RIDGE * torch.eye(key.shape[1], dtype=key.dtype), (bias * inside) @ key)

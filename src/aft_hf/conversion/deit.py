@@ -1,23 +1,23 @@
 """Conversion of a trained ViT or DeiT to an AFT of any image type."""
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
 from transformers import PreTrainedModel
 
 from .._version import __version__
 from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
+from ..position_biases_aft import widen
 from .attention import fit_to_attention
-from .derivation import Derivation, Step
 from .errors import ConversionError
-from .names import POSITIONS, name_in_aft
+from .names import POSITIONS, Part, name_in_aft
 from .report import ConversionReport, Status, TensorRecord
 from .source import VisionTransformerSource, read_source
 
@@ -34,16 +34,6 @@ INITS = ("paper", "attention")
 KEPT_FIELDS: tuple[str, ...] = ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "intermediate_size")
 KEPT_FIELDS += ("hidden_act", "hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias")
 CLASSES = ("id2label", "label2id", "problem_type")
-
-# Tensors without a counterpart in the AFT or that the paper does not transfer, with the reason for the report.
-DROPPED = {
-    r"layers\.\d+\.attention\.[qk]_proj\.\w+": "not copied, as in the paper",
-    r"embeddings\.cls_token": "AFT-conv has no class token",
-    r"embeddings\.distillation_token": "AFT has no distillation token",
-    r"embeddings\.position_embeddings": "AFT-conv needs no position embeddings",
-    r"embeddings\.mask_token|decoder\..+": "for pre-training only",
-    r"pooler\.dense\.(weight|bias)": "the classifier does not use it",
-}
 
 
 def convert_deit(
@@ -82,8 +72,8 @@ def convert_deit(
         image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
             Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
         num_labels: number of classes of the new classifier, for a source without one, and only then.
-        init: "paper" for new position biases and keys, or "attention" to fit the position biases, and the keys of
-            `conv`, to the attention of the source on `images` (`fit_to_attention`).
+        init: "paper" for new position biases and keys, or "attention" to fit those of `conv` to the attention of the
+            source on `images` (`fit_to_attention`).
         images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
         source_image_size, source_num_heads: as for `read_source`.
 
@@ -97,7 +87,7 @@ def convert_deit(
     """
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
-    _check_finite(source.name, source.tensors)
+    _check_finite(source.name, ((part.sources[0], part.tensor) for part in source.parts.values()))
     if source.heads and num_labels is not None:
         raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
     if not source.heads and not num_labels:
@@ -114,20 +104,20 @@ def convert_deit(
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
     config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
-    _check_init(init, images, source, config)
+    _check_init(init, images, config)
     model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
     target = model.state_dict()
-    copies = _copies(source, config, target)
+    copies = copied_parts(source, config, target)
     for name, copy in copies.items():
-        target[name].copy_(copy.compute(source.tensors))
+        target[name].copy_(copy.tensor)
     fitted = {} if images is None else fit_to_attention(model, source, images)
-    _check_finite(f"{source.name}, after the conversion", target)
+    _check_finite(f"{source.name}, after the conversion", target.items())
 
     options |= {
         "num_heads": config.num_heads,
         "init": init,
         "source_image_size": source.config.image_size,
-        "source_num_heads": source.config.num_attention_heads if source.num_heads_known else None,
+        "source_num_heads": source.config.num_attention_heads,
         "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",
         "source_weights": source.part or "all",
     }
@@ -138,13 +128,13 @@ def convert_deit(
         versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
         tensors=list(_records(source, target, copies, fitted)),
     )
-    report.check(source.tensors, target)
+    report.check(source_names(source), target)
     return model.eval(), report
 
 
-def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_finite(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are not finite, with which a model outputs only NaN."""
-    for tensor_name, tensor in tensors.items():
+    for tensor_name, tensor in tensors:
         if wrong := int((~tensor.isfinite()).sum()):
             raise ConversionError(
                 f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
@@ -152,80 +142,62 @@ def _check_finite(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _check_init(init: str, images: Iterable[Any] | None, source: VisionTransformerSource, config: AFTConfig) -> None:
+def _check_init(init: str, images: Iterable[Any] | None, config: AFTConfig) -> None:
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
-    if init == "paper":
-        if images is not None:
-            raise ValueError('images are used only with init="attention"; give both or neither')
-        return
-    if images is None:
-        raise ValueError(
-            'init="attention" needs images; give a few hundred of the images that the source was trained on'
-        )
-    types = set(config.layer_aft_types)
-    if types == {"simple"}:
-        raise ValueError('init="attention" sets position biases, and aft_type="simple" has none; give init="paper"')
-    if types & {"full", "local"} and config.grid_size != source.grid_size:
-        raise ValueError(
-            "init='attention' fits the biases of 'full' and 'local' for each pair of patches, which works only at "
-            f"image_size={source.config.image_size} of the source, not at {config.image_size}; leave out image_size, "
-            "or give aft_type='conv'"
-        )
+    if (init == "attention") != (images is not None):
+        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
+    if init == "attention" and "conv" not in config.layer_aft_types:
+        raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
 
 
-def _copies(
-    source: VisionTransformerSource, config: AFTConfig, target: Mapping[str, torch.Tensor]
-) -> dict[str, Derivation]:
-    """Return the derivation of each copied tensor of the target by its name; that of two heads is their mean."""
-    copies: dict[str, Derivation] = {}
-    for name, derivation in source.derivations.items():
+def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:
+    """Return what an AFT with the tensors `target` copies from a source, by its names: of two heads, their mean."""
+    copies: dict[str, Part] = {}
+    for name, part in source.parts.items():
         if (copied := name_in_aft(name)) not in target:
             continue
         if copied in copies:
-            derivation = Derivation((*copies[copied].sources, *derivation.sources), (*derivation.steps, ("mean",)))
+            first = copies[copied]
+            both = torch.stack([widen(first.tensor), widen(part.tensor)])
+            part = Part(both.mean(0).to(part.tensor.dtype), first.sources + part.sources)
         elif name == POSITIONS:
-            derivation = derivation.then(*_position_steps(source, config))
-        copies[copied] = derivation
+            part = part._replace(tensor=_positions(part.tensor, source, config))
+        copies[copied] = part
     return copies
 
 
-def _position_steps(source: VisionTransformerSource, config: AFTConfig) -> Iterator[Step]:
-    """Yield the steps that drop the positions of tokens that the target lacks, and resize the rest to its grid."""
-    if source.config.model_type == "deit":
-        yield ("drop_position", 1)
-    if not config.use_cls_token:
-        yield ("drop_position", 0)
+def _positions(positions: torch.Tensor, source: VisionTransformerSource, config: AFTConfig) -> torch.Tensor:
+    """Return position embeddings (1, T, d) for the tokens and the grid of the target.
+
+    The grid of patches is interpolated as ViT does: bicubic, corners not aligned, no antialiasing.
+    """
+    rows, columns = source.grid_size
+    grid, kept = positions[:, -rows * columns :], positions[:, : int(bool(config.use_cls_token))]
     if config.grid_size != source.grid_size:
-        yield ("resize_positions", *source.grid_size, *config.grid_size)
+        wide = widen(grid).unflatten(1, source.grid_size).permute(0, 3, 1, 2)  # (1, d, rows, columns)
+        wide = nn.functional.interpolate(wide, size=config.grid_size, mode="bicubic", align_corners=False)
+        grid = wide.flatten(2).mT.to(positions.dtype)
+    return torch.cat([kept, grid], 1)
+
+
+def source_names(source: VisionTransformerSource) -> set[str]:
+    """Return the names of the tensors of a checkpoint."""
+    return {name for part in source.parts.values() for name in part.sources}
 
 
 def _records(
     source: VisionTransformerSource,
     target: Mapping[str, torch.Tensor],
-    copies: Mapping[str, Derivation],
+    copies: Mapping[str, Part],
     fitted: Mapping[str, str],
 ) -> Iterator[TensorRecord]:
-    """Yield the records of all target tensors, and of the dropped and folded source tensors."""
+    """Yield the records of all target tensors and of the dropped source tensors."""
     for name, tensor in target.items():
         status: Status = "copied" if name in copies else "fitted" if name in fitted else "new"
-        item = copies.get(name, Derivation(()))
-        yield TensorRecord(
-            status=status,
-            target=name,
-            shape=tuple(tensor.shape),
-            sources=item.sources,
-            steps=item.steps,
-            note=fitted.get(name, ""),
-        )
-    folded: dict[str, str] = {}
-    for name, item in source.derivations.items():
-        folded |= dict.fromkeys(item.factors, name)
-        if name_in_aft(name) not in target:
-            reason = next(why for pattern, why in DROPPED.items() if re.fullmatch(pattern, name))
-            shape = tuple(item.compute(source.tensors).shape)
-            yield TensorRecord(status="dropped", shape=shape, sources=item.sources, steps=item.steps, note=reason)
-    for factor, name in folded.items():
-        note = f"into {source.derivations[name].sources[0].rpartition('.')[0]}"
-        shape = tuple(source.tensors[factor].shape)
-        yield TensorRecord(status="folded", shape=shape, sources=(factor,), note=note)
+        sources = copies[name].sources if name in copies else ()
+        shape = tuple(tensor.shape)
+        yield TensorRecord(status=status, target=name, shape=shape, sources=sources, note=fitted.get(name, ""))
+    for name, part in source.parts.items():
+        if name_in_aft(name) not in copies:
+            yield TensorRecord(status="dropped", shape=tuple(part.tensor.shape), sources=part.sources)

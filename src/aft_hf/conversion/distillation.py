@@ -9,16 +9,16 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
 from torch.utils.data import DataLoader, Dataset
@@ -28,9 +28,9 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
-from ..data.fingerprint import sum_images, sum_samples
+from ..data.fingerprint import sum_arrays, sum_images
 from ..data.image_size import pixel_values, processor_for
-from ..data.images import build_augmentation, check_augmentation
+from ..data.images import build_augmentation
 from ..data.order import GlobalBatches
 from ..data.samples import SampleKey
 from ..modeling_aft import AFTForImageClassification
@@ -50,11 +50,6 @@ WINDOW = 0.95  # decay of the running means of the losses
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-def _known_augmentation(name: str) -> str:
-    check_augmentation(name)
-    return name
 
 
 class DistillationOptions(Document):
@@ -83,7 +78,7 @@ class DistillationOptions(Document):
     learning_rate: Positive = 1e-3
     weight_decay: NotNegative = 0.0
     hidden_states: NotNegative = 5.0
-    augmentation: Annotated[str, AfterValidator(_known_augmentation)] = "shift"
+    augmentation: Literal["none", "shift", "crop", "resized_crop"] = "shift"
     augmentation_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
@@ -94,28 +89,22 @@ def distill(
     images: Sequence[Image.Image],
     *,
     checkpoints: Path | None = None,
-    accelerator: Accelerator | None = None,
-    workers: int = 0,
     conversion: Mapping[str, Any] | None = None,
-    lock: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
 
-    It runs on the device of `accelerator`, in all processes of an `accelerate launch`.
+    It runs in all processes of an `accelerate launch`.
 
     Args:
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
         checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
-            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time can
-            use the directory. Default: no checkpoints.
-        accelerator: the `Accelerator` to train with. Default: a new one.
-        workers: number of processes that load images.
+            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time may
+            use the directory: `save_converted` locks it. Default: no checkpoints.
         conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
             Checkpoints of another conversion are refused.
-        lock: whether to lock the checkpoint directory; False if the caller holds its lock.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -126,7 +115,7 @@ def distill(
         ValueError: the source has no classifier, is a multi-label classifier or a regression, or has another number of
             classes than the model; there are no images; an option is invalid; the checkpoints belong to other options
             or to another conversion; or the loss is not finite.
-        OSError: another process uses the checkpoint directory, or it cannot be written.
+        OSError: the checkpoint directory cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
     settings = check_distillable(source, images, **options)
@@ -134,22 +123,21 @@ def distill(
     if given != expected:
         raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
     # Accelerate creates a process group on CPUs only with cpu=True.
-    accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
     kept = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-    with owned(kept.directory) if lock and kept is not None else nullcontext():
-        identity = {} if kept is None else distillation_identity(settings, model, source, images, conversion or {})
-        try:
-            run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
-            set_seed(settings.seed, device_specific=True)
-            run.resume()
-            run.read(_Images(images, processor_for(source.image_processor, run.size)), workers)
-            take_steps(run)
-            run.losses()  # which must be finite
-            if kept is not None and run.step > run.saved_at:
-                run.save()
-        finally:
-            model.train(mode).to(device="cpu", dtype=dtype)
+    identity = {} if kept is None else _identity(settings, model, source, images, conversion or {})
+    try:
+        run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
+        set_seed(settings.seed, device_specific=True)
+        run.resume()
+        run.read(_Images(images, processor_for(source.image_processor, run.size)))
+        take_steps(run)
+        run.losses()  # which must be finite
+        if kept is not None and run.step > run.saved_at:
+            run.save()
+    finally:
+        model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
 
 
@@ -161,7 +149,7 @@ def check_distillable(
     Raises:
         ValueError: an option is invalid, the source has no classifier that chooses a class, or there are no images.
     """
-    beside = ("checkpoints", "accelerator", "workers", "conversion", "lock")
+    beside = ("checkpoints", "conversion")
     try:
         settings = DistillationOptions(**{name: value for name, value in options.items() if name not in beside})
     except ValidationError as problems:
@@ -253,7 +241,7 @@ class _Run(Training):
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"{self.batch_size=} is not a multiple of the {accelerator.num_processes} processes")
 
-    def read(self, dataset: "_Images", workers: int) -> None:
+    def read(self, dataset: "_Images") -> None:
         """Begin to read the images of the remaining steps."""
         accelerator = self.accelerator
         batches = GlobalBatches(
@@ -267,7 +255,7 @@ class _Run(Training):
             processes=accelerator.num_processes,
         )
         # Without a generator of its own, the start of the loader would advance the global one.
-        options: dict[str, Any] = {"num_workers": workers, "generator": torch.Generator()}
+        options: dict[str, Any] = {"generator": torch.Generator()}
         self.batches = iter(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collate, **options))
         self.saved = self.since = time.monotonic()
 
@@ -364,7 +352,7 @@ class _Run(Training):
         assert self.means is not None and self.checkpoints is not None
         means = {str(i): value for i, value in enumerate(self.means.tolist())}
         record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
-        state = {"recipe": self.identity, "record": record, "data": "", "position": ()}
+        state = {"recipe": self.identity, "record": record, "data": ""}
         path = self.checkpoints.save(self.step, state)
         self.saved_at = self.step
         return path
@@ -373,7 +361,6 @@ class _Run(Training):
         """Resume from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             return
-        self.checkpoints.remove_partial()
         path = self.checkpoints.newest()
         if path is not None:
             manifest = read_manifest(path)
@@ -392,28 +379,22 @@ class _Run(Training):
         self.checkpoints.set_aside(self.step)
 
 
-def distillation_identity(
+def _identity(
     settings: DistillationOptions,
     model: PreTrainedModel,
     source: VisionTransformerSource,
     images: Sequence[Image.Image],
     conversion: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return everything that determines the result of a distillation, as a JSON object of a checkpoint.
-
-    The initial weights of the student are not included, since a resumed run loads the weights of its checkpoint.
-    """
-    tensors = [source.tensors[name].reshape(-1).view(torch.uint8) for name in sorted(source.tensors)]
+    """Return what determines the result, except the initial weights of the student, as a JSON object."""
+    tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
     identity = settings.model_dump() | {
         "images": sum_images(images),
         "image_processor": source.image_processor.to_dict(),
-        "source": source.name,
-        "source_tensors": sum_samples([{str(i): tensor for i, tensor in enumerate(tensors)}]),
+        "source_tensors": sum_arrays(tensors),
         "conversion": conversion,
+        "model": {**model.config.to_dict(), "transformers_version": None},
     }
-    for name, config in {"source_config": source.config, "model": model.config}.items():
-        identity[name] = json.loads(config.to_json_string(use_diff=False))
-        identity[name].pop("transformers_version", None)
     return json.loads(json.dumps(identity, default=str))
 
 

@@ -1,7 +1,6 @@
 """Reading the weights of a checkpoint: a directory, a repository of the Hub, or a single weight file."""
 
 import os
-import pickle  # nosec B403  # only for its exception; torch reads the files, with weights_only=True
 import re
 import warnings
 import zipfile
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..loading import find_file
-from ..reading import WeightsIndex, described, explained, read_json, shortened
+from ..reading import WeightsIndex, explained, read_json, shortened
 from .errors import ConversionError
 
 
@@ -43,60 +42,61 @@ class Ignored:
 
 
 def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], str]:
-    """Return all tensors of a checkpoint, memory-mapped, and the part of its files that they are, as dotted keys.
+    """Return the tensors of the ViT in a checkpoint, and the part of its files that they are, as dotted keys.
 
-    Names of wrappers are removed, and so are the counters that wrappers store beside the weights. Of a checkpoint
-    with weights and averaged weights, the averaged ones are read, as by timm.
+    The state dict may be at any depth of a dictionary, and the ViT at any depth of a model. Names of wrappers are
+    removed, and so are the counters that wrappers store beside the weights. Of a checkpoint with weights and averaged
+    weights, the averaged ones are read, as by timm.
 
     Raises:
         ConversionError: the weights are missing, damaged or not floating point, or it is not clear which to read.
     """
-    name, tensors, parts, prefix = str(source), dict[str, torch.Tensor](), set(), ""
+    name, found = str(source), dict[str, dict[str, torch.Tensor]]()  # tensors by the keys of their dictionary
     for path in _weight_files(name):
-        part, content = _read_weight_file(path)
-        parts.add(part)
-        for key, tensor in content.items():
-            if tensors.setdefault(bare := WRAPPER.sub("", key), tensor) is not tensor:
-                raise ConversionError(f"{name}: {bare} is in its weights twice")
-    if prefixes := {match[1] for match in map(PATCH_EMBEDDING.fullmatch, tensors) if match}:
-        prefix = _choose(name, prefixes)
-        tensors = _inside(name, prefix, tuple(prefixes - {prefix}), tensors)
-    for key, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-            raise ConversionError(f"{name}: {key} is {tensor.dtype}; weights must be one of {dtypes}")
-    return tensors, ".".join(filter(None, [*sorted(parts), prefix.rstrip(".")]))
+        for keys, entries in _read_weight_file(path):
+            for key, tensor in entries.items():
+                bare = WRAPPER.sub("", str(key))
+                if found.setdefault(keys, {}).setdefault(bare, tensor) is not tensor:
+                    raise ConversionError(f"{name}: {bare} is in its weights twice")
+    models = {
+        f"{keys}.{match[1]}".strip("."): (keys, match[1])
+        for keys, tensors in found.items()
+        for match in filter(None, map(PATCH_EMBEDDING.fullmatch, tensors))
+    }
+    if not models:
+        raise ConversionError(f"{name}: holds no state dict of a ViT or DeiT; save model.state_dict()")
+    part = _choose(name, models)
+    keys, prefix = models[part]
+    others = tuple(other for place, other in models.values() if place == keys and other != prefix)
+    return dict(_inside(name, prefix, others, found[keys])), part
 
 
 def _inside(
     source: str, prefix: str, others: tuple[str, ...], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a ViT without the names of the modules around it, and without counters of wrappers."""
-    inside = {}
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a ViT without the names of the modules around it, and without counters of wrappers."""
     for name, tensor in tensors.items():
         is_fraction = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         if tensor.dim() == 0 and (COUNTER.fullmatch(name) or not is_fraction):  # other scalars may be weights
             continue
         if name.startswith(prefix):
-            inside[name.removeprefix(prefix)] = tensor
+            if tensor.dtype not in FLOAT_DTYPES:
+                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+                raise ConversionError(f"{source}: {name} is {tensor.dtype}; weights must be one of {dtypes}")
+            yield name.removeprefix(prefix), tensor.detach()
         elif not name.startswith(others):
             raise ConversionError(
                 f"{source}: {name} is no tensor of the ViT, which is under {prefix.rstrip('.')!r}; save the state "
                 "dict of the ViT alone"
             )
-    return inside
-
-
-def _is_averaged(name: str) -> bool:
-    return AVERAGED.search(name) is not None and NOT_AVERAGED.search(name) is None
 
 
 def _choose(source: str, names: Collection[str]) -> str:
     """Return the name of the only model, or of the only one with averaged weights."""
-    averaged = [name for name in names if _is_averaged(name)]
+    averaged = [name for name in names if AVERAGED.search(name) and not NOT_AVERAGED.search(name)]
     choice = averaged or list(names)
     if len(choice) != 1:
-        found = shortened(", ".join(sorted(name.rstrip(".") or "(top level)" for name in choice)))
+        found = shortened(", ".join(sorted(name or "(top level)" for name in choice)))
         raise ConversionError(
             f"{source}: holds {len(choice)} models ({found}); save the state dict of one of them alone"
         )
@@ -118,75 +118,35 @@ def _weight_files(source: str) -> list[Path]:
     raise ConversionError(f"{source}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
 
 
-def _read_weight_file(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """Read a file in the format that its content has, whatever its suffix; return the part that is read, too."""
+def _read_weight_file(path: Path) -> Iterator[tuple[str, dict[Any, torch.Tensor]]]:
+    """Yield the tensors of each dictionary in a file by its dotted keys. The content of a file tells its format."""
     with path.open("rb") as opened:
-        start = opened.read(9)
-    if start[8:] == b"{":  # safetensors: 8 bytes with the length of the header, which is JSON
-        with (
-            explained(f"{path}: damaged or truncated safetensors file", ConversionError),
-            safe_open(path, framework="pt") as file,
-        ):
-            return "", {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    content = _read_pickle(path, is_pickle=start[:2] == b"PK" or start[:1] == pickle.PROTO)
-    found = {key: each for key, each in _containers(content) if _is_state_dict(each)}
-    if isinstance(content, dict) and not found and all(isinstance(value, torch.Tensor) for value in content.values()):
-        found = {"": content}  # a shard, or no ViT
-    if not found:
-        keys = f"; its keys are {shortened(', '.join(map(str, content)))}" if isinstance(content, dict) else ""
-        raise ConversionError(f"{path}: holds no state dict of a ViT or DeiT{keys}; save model.state_dict()")
-    part = _choose(str(path), found)
-    if not _is_averaged(part):
-        for key, entries in _containers(content):
-            if (
-                key not in found
-                and _is_averaged(key)
-                and any(isinstance(x, list | torch.Tensor) for x in entries.values())
-            ):
-                raise ConversionError(
-                    f"{path}: holds averaged weights ({shortened(key)}) that are no state dict of a ViT, beside "
-                    f"{part or 'others'}; save the wanted state dict alone"
-                )
-    return part, {str(name): value.detach() for name, value in found[part].items() if isinstance(value, torch.Tensor)}
+        is_safetensors = opened.read(9)[8:] == b"{"  # 8 bytes with the length of the header, which is JSON
+    if is_safetensors:
+        with explained(f"{path}: damaged or truncated safetensors file", ConversionError):
+            tensors = load_file(path)
+        yield "", tensors
+        return
+    rest, seen = [("", _read_pickle(path))], set()
+    for keys, value in rest:  # which grows
+        if isinstance(value, dict) and id(value) not in seen:  # pickles can be cyclic
+            seen.add(id(value))
+            yield keys, {key: each for key, each in value.items() if isinstance(each, torch.Tensor)}
+            rest += [(f"{keys}.{key}".lstrip("."), each) for key, each in value.items()]
 
 
-def _read_pickle(path: Path, is_pickle: bool) -> Any:
+def _read_pickle(path: Path) -> Any:
     """Read a pickle; nothing is executed, and objects other than tensors, such as a `Namespace`, are `Ignored`."""
     # Files in the format of torch < 1.6 are not zip archives: neither can be memory-mapped nor their classes listed.
     zipped = zipfile.is_zipfile(path)
-    mapped = zipped and path.suffix != ".safetensors"  # torch takes the format from this suffix
-    others: list[str] = []
     try:
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else ["argparse.Namespace"]
-        ignored = torch.serialization.safe_globals([(Ignored, name) for name in others])
-        with warnings.catch_warnings(), ignored, path.open("rb") as file:
+        with warnings.catch_warnings(), torch.serialization.safe_globals([(Ignored, name) for name in others]):
             warnings.simplefilter("ignore")
-            return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # reading an arbitrary file as a pickle can raise anything
-        unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message advises to load it with its code
-        if unsafe and is_pickle:
-            names = f" ({shortened(', '.join(sorted(others)))})" if zipped else ""
-            raise ConversionError(
-                f"{path}: holds objects other than tensors{names}, which are not loaded, since a pickle can run code; "
-                "save the state dict alone, preferably as safetensors"
-            ) from error
-        raise ConversionError(
-            f"{path}: damaged or truncated, or neither a safetensors file nor a checkpoint of PyTorch"
-            + ("" if unsafe else f" ({described(error)})")
+        raise ConversionError(  # without torch's message, which advises to run the code of the file
+            f"{path}: is neither a safetensors file nor a checkpoint of PyTorch, is damaged or truncated, or holds "
+            "objects other than tensors, which are not loaded, since a pickle can run code; save the state dict "
+            "alone, preferably as safetensors"
         ) from error
-
-
-def _containers(content: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the dictionaries of a pickle at any depth by their dotted keys."""
-    rest, seen = [("", content)], set()
-    for key, value in rest:  # which grows
-        if isinstance(value, dict) and id(value) not in seen:  # pickles can be cyclic
-            seen.add(id(value))
-            yield key, value
-            rest += [(f"{key}.{name}".lstrip("."), each) for name, each in value.items()]
-
-
-def _is_state_dict(entries: Mapping[Any, Any]) -> bool:
-    """Whether these are the tensors of a ViT."""
-    names = (str(name) for name, value in entries.items() if isinstance(value, torch.Tensor))
-    return any(PATCH_EMBEDDING.fullmatch(WRAPPER.sub("", name)) for name in names)

@@ -47,47 +47,40 @@ class ImagesOnDisk(Sequence[Image.Image]):
     """
 
     def __init__(self, path: str | Path):
+        self.path = path
         with _one_line():
-            files = list_images(Path(path))
-            in_tables = files[0].suffix.lower() == PARQUET
-            self.places: list[Any] = [place for file in files for place in _rows(file)] if in_tables else files
-        if not self.places:
-            raise ConversionError(f"{path}: no images in it")
+            self.images: Sequence[Any] = list_images(Path(path))
+            if self.images[0].suffix.lower() == PARQUET:
+                self.images = self._rows()
+
+    def _rows(self) -> Sequence[Any]:
+        """Return the first column of images in parquet files."""
+        from ..data.loading import is_image, load_local  # needs the extra "train"
+
+        rows: Any = load_local(self.path)
+        if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
+            raise ConversionError(f"{self.path}: none of its columns {', '.join(rows.column_names)} holds images")
+        return rows[columns[0]]  # which decodes an image when it is accessed
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]  # a sequence without slices
-        place = self.places[index]
-        with _one_line():
-            if isinstance(place, Path):
-                return open_image(place)
-            name, (image,) = f"{place[0]}, row {place[2]}", place[1][place[2]].values()
-            content, file = (image["bytes"], image["path"]) if image else (None, None)
-            if not (found := content or file):
-                raise ConversionError(f"{name}: has no image")
-            return open_image(found, name if content else f"{name}, {file}")
-
-
-def _rows(file: Path) -> Iterator[tuple[Path, Any, int]]:
-    """Yield the file, the first column of images, not decoded, and the number of each row of a parquet file."""
-    from datasets import Image  # from the extra "train", needed only here
-
-    from ..data.loading import is_image, load_local
-
-    rows: Any = load_local(file)
-    if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
-        raise ConversionError(f"{file}: none of its columns {', '.join(rows.column_names)} holds images")
-    images = rows.select_columns(columns[0]).cast_column(columns[0], Image(decode=False))
-    yield from ((file, images, row) for row in range(len(images)))
+        if isinstance(self.images, list):
+            with _one_line():
+                return open_image(self.images[index])
+        with _one_line(f"{self.path}, row {index}: "):
+            if (image := self.images[index]) is None:
+                raise ConversionError("has no image")
+            return image
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _one_line(name: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ConversionError(first_line(error)) from error
+        raise ConversionError(f"{name}{first_line(error)}") from error
 
 
 def pixel_batches(

@@ -15,7 +15,7 @@ import torch
 from ..configuration_aft import AFTConfig
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
-from ..reading import explained, shortened
+from ..reading import explained
 from .errors import ConversionError
 
 
@@ -35,6 +35,7 @@ NAMES = {
 }
 SCALED = "src_embed.linear.weight"  # by sqrt(d) before the positional encodings, learned or fixed, are added
 WORDS, POSITIONS = "aft.embeddings.word_embeddings.weight", "aft.embeddings.position_embeddings.weight"
+MASK, TABLE = "local_mask", "position_bias_table"
 
 
 def convert_labml(
@@ -55,53 +56,37 @@ def convert_labml(
     Raises:
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
     """
-    for name, value in state_dict.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            raise ConversionError(f"{shortened(str(name))} is a {type(value).__name__}, but must name a dense tensor")
     with explained("these are not the weights of labml's AFT-local", ConversionError):
         tensors: dict[str, torch.Tensor] = {}
         for name, value in state_dict.items():
-            if tensors.setdefault(_renamed(name), value) is not value:
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                raise ConversionError(f"{name} is a {type(value).__name__}, but must name a dense tensor")
+            renamed = name
+            for theirs, ours in NAMES.items():
+                renamed = re.sub(theirs, ours, renamed)
+            if tensors.setdefault(renamed, value) is not value:
                 raise ConversionError(f"{name} is there twice")
-        masks = {name.removesuffix("local_mask"): tensors.pop(name) for name in [*tensors] if "local_mask" in name}
-        tables = [name for name in tensors if name.endswith("position_bias_table")]
-        sizes = {
-            _length_and_window(tensors[name], masks.pop(name.removesuffix("position_bias_table"))) for name in tables
-        }
-        dtypes = {tensor.dtype for tensor in tensors.values()}
-        if len(sizes) != 1 or masks or len(dtypes) != 1:
+        masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
+        sizes = {(len(mask), int(mask[0].sum())) for mask in masks.values()}
+        dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors.values()}
+        if len(sizes) != 1 or len(dtypes) != 1:
             raise ConversionError(
-                f"its layers must have one and the same (length, window) and dtype, got {sorted(sizes)} and "
-                f"{shortened(str(dtypes))}"
+                f"its layers must have one (length, window) and dtype, got {sorted(sizes)} and {', '.join(dtypes)}"
             )
         ((length, window),) = sizes
-        for name in tables:
-            tensors[name] = tensors[name].unsqueeze(0)
-        if tables == ["position_bias_table"]:
-            width, qkv_bias = tensors["o_proj.bias"].shape[0], "q_proj.bias" in tensors
-            options: dict[str, Any] = {"position_bias_dim": None, "causal": causal, "qkv_bias": qkv_bias}
-            module: Any = AFTLocal(width, length, window, **options)
+        distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+        if not all(torch.equal(mask.cpu(), distance < window) for mask in masks.values()):
+            raise ConversionError("a local_mask is no window around the diagonal")
+        tensors |= {name: tensors[name].unsqueeze(0) for name in masks}
+        if masks.keys() == {TABLE}:
+            options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}
+            module: Any = AFTLocal(len(tensors["o_proj.bias"]), length, window, causal=causal, **options)
         else:
             if SCALED in state_dict:
                 tensors[WORDS] = tensors[WORDS] * math.sqrt(tensors[WORDS].shape[1])
             module = _empty_model(tensors, length, window, hidden_act)
-        module.to(*dtypes).load_state_dict(tensors)
+        module.to(*dtypes.values()).load_state_dict(tensors)
         return module.eval()
-
-
-def _renamed(name: str) -> str:
-    for theirs, ours in NAMES.items():
-        name = re.sub(theirs, ours, name)
-    return name
-
-
-def _length_and_window(table: torch.Tensor, mask: torch.Tensor) -> tuple[int, int]:
-    """Return the longest sequence length and the window size s; the mask must be True exactly where |t - t'| < s."""
-    length, window = len(table), int(mask[0].sum())
-    distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-    if table.shape != (length, length) or not torch.equal(mask.cpu(), distance < window):
-        raise ConversionError("a local_mask is no window around the diagonal of its pos_bias")
-    return length, window
 
 
 def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hidden_act: str) -> AFTForCausalLM:
@@ -110,11 +95,18 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
     if POSITIONS in tensors:
         tensors[POSITIONS] = tensors[POSITIONS][:length].squeeze(1)
     layers = [name for name in tensors if name.endswith(".mlp.fc1.weight")]
-    for name in layers:  # biases are optional in labml's feed-forward layers
-        for each in (name, name.replace("fc1", "fc2")):
-            tensors.setdefault(each.replace("weight", "bias"), tensors[each].new_zeros(len(tensors[each])))
+    for name in (each.replace("fc1", fc) for each in layers for fc in ("fc1", "fc2")):  # labml's biases are optional
+        tensors.setdefault(name.replace("weight", "bias"), tensors[name].new_zeros(len(tensors[name])))
     if (bias := tensors.pop("lm_head.bias", None)) is not None:
-        tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + _shift_of_head(tensors["lm_head.weight"], bias)
+        # A shift x of the head's input, by the bias of the last norm, replaces the bias of the head: weight x = bias.
+        weight = tensors["lm_head.weight"].double()
+        shift = torch.linalg.pinv(weight) @ bias.double()
+        if not torch.allclose(weight @ shift, bias.double(), atol=1e-6):
+            raise ConversionError(
+                "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
+                f"this one of {len(bias)} tokens with {width} features; set it to 0, convert, and fine-tune"
+            )
+        tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + shift.to(bias.dtype)
     return AFTForCausalLM(
         AFTConfig(
             aft_type="local",
@@ -130,22 +122,3 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
             use_position_embeddings=POSITIONS in tensors,
         )
     )
-
-
-def _shift_of_head(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return the shift x of the head's input that replaces the bias of the head: weight x = bias.
-
-    Raises:
-        ConversionError: there is no such shift, which can happen if there are more tokens than features.
-    """
-    exact, wanted = weight.double(), bias.double()
-    shift = (torch.linalg.pinv(exact) @ wanted).to(weight.dtype)
-    error = (exact @ shift.double() - wanted).abs()
-    # A bound of the error from rounding x to the dtype of the weights, with a margin.
-    rounding = 4 * torch.finfo(weight.dtype).eps * (exact.abs() @ shift.double().abs() + wanted.abs())
-    if (error > rounding).any():
-        raise ConversionError(
-            "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
-            f"this one of {len(bias)} tokens with {weight.shape[1]} features; set it to 0, convert, and fine-tune"
-        )
-    return shift

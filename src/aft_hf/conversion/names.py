@@ -1,13 +1,15 @@
 """Names of the tensors of ViT and DeiT checkpoints of every format, and their names in transformers and in an AFT."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import cache
+from typing import NamedTuple
 
+import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from .derivation import PARTS, Derivation
+from ..position_biases_aft import widen
 from .errors import ConversionError
 
 
@@ -15,6 +17,7 @@ HEAD = ("classifier",)
 # The two heads of a distilled DeiT, for its class token and its distillation token. The model predicts their mean.
 DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
 POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
+PATCHES = "embeddings.patch_embeddings.projection.weight"
 
 # Names of timm, the original DeiT and DINOv2, and those of transformers in memory.
 TIMM = {
@@ -35,20 +38,10 @@ TIMM = {
 # x + gamma * branch(x) is folded into the last module of the branch.
 LAYER_SCALE = r"\.(?:ls([12])\.gamma|gamma_([12])|layer_scale([12])\.lambda1)$"
 SCALED = {"1": "attention.o_proj", "2": "mlp.fc2"}
-# Tensors that a file may hold in addition to the classifier network.
+# The tensors of a ViT by their names in transformers, and those that a file may hold in addition to the classifier.
+LAYER = r"layers\.\d+\.(layernorm_(before|after)|attention\.[qkvo]_proj|mlp\.fc[12])\.(weight|bias)"
+KNOWN = rf"{LAYER}|embeddings\..*|layernorm\.(weight|bias)|\w*classifier\.(weight|bias)"
 OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
-
-# Parts of the names of tensors that a ViT or DeiT does not have, and what they belong to.
-UNSUPPORTED_TENSORS = {
-    r"reg_tokens?|register_tokens": "register tokens, which take part in every layer, and an AFT has none",
-    r"norm_pre|pre_la?yr?norm|ln_pre": "a norm before the first block, which an AFT lacks",
-    r"fc_norm|attn_pool": "pooling over patches; only models that pool by their class token are converted",
-    r"[qk]_norm": "norms of queries and keys, which a ViT lacks",
-    r"rel_pos\w*|relative_position\w*": "relative positions, which a ViT lacks",
-    r"lora_\w+|base_layer": "an adapter of peft; merge it into the model and save that (merge_and_unload)",
-    r"_?flat_param\w*": "FSDP; save a full state dict",
-    r"parametrizations|weight_[gv]|weight_orig": "a parametrization of torch; remove it from the model and save that",
-}
 
 # Parts of names of transformers, and those of an AFT. The heads of a distilled DeiT become one.
 AFT = {
@@ -59,6 +52,13 @@ AFT = {
 }
 
 
+class Part(NamedTuple):
+    """A tensor, and the names of the tensors of the checkpoint that it is made of."""
+
+    tensor: torch.Tensor
+    sources: tuple[str, ...]
+
+
 @cache
 def _renamings() -> list[WeightRenaming]:
     """Return the renamings to the names of transformers in memory: those of its own files, and `TIMM`."""
@@ -67,28 +67,35 @@ def _renamings() -> list[WeightRenaming]:
     return [WeightRenaming(r"^(?:vit|deit|dinov2)\.", ""), *own, *more]
 
 
-def derivations(source: str, names: Iterable[str]) -> dict[str, Derivation]:
-    """Return the derivation of each tensor of a ViT from the tensors of a checkpoint, by its name in transformers.
+def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """Return the tensors of a ViT by their names in transformers, made of the tensors of a checkpoint.
 
-    Fused projections are split, and layer scales folded in. Two tensors of the checkpoint that are the same tensor of
-    a ViT raise a ConversionError, with `source` as the name of the checkpoint.
+    Fused projections are split, and layer scales are folded into the modules before them. `source` is the name of the
+    checkpoint, for the error that is raised if one of its tensors is none of a ViT, or two are the same.
     """
-    found: dict[str, Derivation] = {}
+    found: dict[str, Part] = {}
     scales: dict[str, str] = {}
-    for name in names:
+    for name, tensor in tensors.items():
         known = apply_renamings(name, _renamings())
         if match := re.search(LAYER_SCALE, known):
             scales[f"{known[: match.start()]}.{SCALED[match[match.lastindex or 0]]}"] = name
             continue
-        parts = [known.replace(".qkv.", f".{part}_proj.") for part in "qkv"] if ".attention.qkv." in known else [known]
-        for i, part in enumerate(parts):
-            if part in found:
-                raise ConversionError(f"{source}: {name} and {found[part].sources[0]} are the same tensor of a ViT")
-            found[part] = Derivation((name,), (("part", i),) if len(parts) == PARTS else ())
+        parts = {known: tensor}
+        if ".attention.qkv." in known:
+            parts = {known.replace("qkv", f"{kind}_proj"): part for kind, part in zip("qkv", tensor.chunk(3))}
+        for each, part in parts.items():
+            if not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
+                raise ConversionError(
+                    f"{source}: {name} is no tensor of a ViT; only plain ViTs and DeiTs are converted, not adapters "
+                    "(merge_and_unload them), parametrizations or shards of FSDP (save a full state dict)"
+                )
+            if each in found:
+                raise ConversionError(f"{source}: {name} and {found[each].sources[0]} are the same tensor of a ViT")
+            found[each] = Part(part, (name,))
     for module, scale in scales.items():
         for name in (f"{module}.weight", f"{module}.bias"):
             if name in found:
-                found[name] = found[name].then(("scale", scale))
+                found[name] = _scaled(source, found[name], tensors[scale], scale)
     if DISTILLATION_TOKEN in found and "distillation_classifier.weight" in found:
         for kind in ("weight", "bias"):  # timm calls the first head of two as the only head of others
             if f"classifier.{kind}" in found:
@@ -96,17 +103,14 @@ def derivations(source: str, names: Iterable[str]) -> dict[str, Derivation]:
     return found
 
 
-def check_tensors(name: str, tensors: Iterable[str]) -> None:
-    """Raise a ConversionError with the reason if a tensor tells another model from a ViT."""
-    for tensor in tensors:
-        for pattern, reason in UNSUPPORTED_TENSORS.items():
-            if re.search(rf"(^|\.)({pattern})(\.|$)", tensor):
-                raise ConversionError(f"{name}: {tensor} belongs to {reason}")
-
-
-def is_optional(name: str) -> bool:
-    """Whether a tensor of this name is allowed in a checkpoint but not needed."""
-    return re.fullmatch(OPTIONAL, name) is not None
+def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
+    """Multiply the rows of a tensor by a layer scale."""
+    if scale.shape != part.tensor.shape[:1]:
+        raise ConversionError(
+            f"{source}: {name} is {tuple(scale.shape)}, {part.sources[0]} {tuple(part.tensor.shape)}"
+        )
+    rows = widen(scale).unflatten(0, (-1, *[1] * (part.tensor.dim() - 1)))
+    return Part((widen(part.tensor) * rows).to(part.tensor.dtype), (*part.sources, name))
 
 
 def name_in_aft(name: str) -> str:

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from ..configuration_aft import pair
 from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTImageEmbeddings
 from ..position_biases_aft import widen
@@ -56,8 +55,7 @@ def adapt_to_image_size(
         ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
             size is not a multiple of the stride of the patches, or too small for kernels that are kept; kernels
             or patches cannot be resized (`position_bias_selection` is set, the aspect ratio changes without
-            `global_connectivity`, or their parameters are offloaded or have adapters); or they do not match the
-            config. The model is then unchanged.
+            `global_connectivity`, or they have adapters). The model is then unchanged.
     """
     config: Any = model.config  # an `AFTConfig`
     if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
@@ -66,19 +64,9 @@ def adapt_to_image_size(
         )
     base: Any = model.base_model  # an `AFTModel`
     mixers, embeddings = [layer.mixer for layer in base.layers], base.embeddings
-    modules = [(embeddings.patch_embeddings, "weight"), *((mixer, "kernel") for mixer in mixers)]
-    parameters = [dict(module.named_parameters(recurse=False)).get(name) for module, name in modules]
-    if not all(isinstance(module, AFTConv | AFTImageEmbeddings) for module in (*mixers, embeddings)) or any(
-        parameter is None or parameter.is_meta for parameter in parameters
-    ):
-        raise ValueError("kernels or patches are offloaded, or have adapters: merge or remove adapters first")
-    own = {mixer.window for mixer in mixers}, embeddings.patch_size, embeddings.grid_stride
-    if own != ({config.kernel_size}, pair(config.patch_size), config.grid_stride):
-        raise ValueError(
-            f"the model does not have the kernels and patches of its config (kernel_size="
-            f"{config.kernel_size}, patch_size={config.patch_size}): the config was changed, or another "
-            "model that shares it was adapted; give each model its own config"
-        )
+    own = [*mixers, embeddings, getattr(embeddings, "patch_embeddings", None)]
+    if [type(module) for module in own] != [AFTConv] * len(mixers) + [AFTImageEmbeddings, nn.Conv2d]:
+        raise ValueError("kernels or patches have adapters: merge or remove adapters first")
     target = copy.deepcopy(config)
     target.image_size, target.kernel_size = image_size, 1
     target.validate_image()
@@ -167,13 +155,9 @@ def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, 
     reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
     rows, columns = (_shares(half, reach, ratio) for ratio in ratios)
     wide = kernels.double() if kernels.is_cpu else kernels.cpu().double()  # not all devices have float64
-    top = wide.flatten(1).amax(1).clamp_min(outside)[:, None, None]
-    beyond = torch.exp(outside - top)
-    weights = rows @ (torch.exp(wide - top) - beyond) @ columns.mT + beyond
-    # Weights that underflow relative to the largest weight get the smallest w.
-    smallest = min(float(wide.amin()), outside) if outside > -math.inf else float(wide.amin())
-    bias = torch.where(weights < torch.finfo(weights.dtype).tiny, smallest, weights.log() + top)
-    return bias.to(kernels)
+    beyond = math.exp(outside)
+    weights = rows @ (wide.exp() - beyond) @ columns.mT + beyond
+    return weights.clamp_min(torch.finfo(weights.dtype).tiny).log().to(kernels)  # rounding could make it 0
 
 
 def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Saving a conversion: all files, verified, or none. A manifest lists them, so that no others are overwritten."""
+"""Saving a conversion: all files, verified, or none. The report lists them, so that no others are overwritten."""
 
 import os
 import shutil
@@ -10,27 +10,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..configuration_aft import pair
+from ..configuration_aft import AFTConfig, pair
 from ..data.checksums import sha256
-from ..data.image_size import resized_processor
-from ..data.json_files import write_json
+from ..data.image_size import processor_for
+from ..loading import load
 from ..modeling_aft import AFTForImageClassification
-from ..reading import Document, first_line, read_json
-from .deit import convert_deit
+from ..reading import explained, first_line, read_json
+from .deit import convert_deit, copied_parts, source_names
 from .errors import ConversionError
-from .report import REPORT_NAME, ConversionReport, verify_conversion
+from .report import REPORT_NAME, ConversionReport
 from .source import VisionTransformerSource, read_source
-
-
-MANIFEST_NAME = "conversion_manifest.json"
-
-
-class Manifest(Document):
-    """SHA-256 of each file that a conversion wrote, by file name."""
-
-    files: dict[str, str]
 
 
 def save_converted(
@@ -40,11 +33,11 @@ def save_converted(
     overwrite: bool = False,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
-    seed: int | None = None,
+    seed: int = 0,
     distillation: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Convert a checkpoint, and save the model, its image processor, the report and the manifest.
+    """Convert a checkpoint, and save the model, its image processor and the report.
 
     The files are verified before they are moved to `directory`. A distillation saves its checkpoints next to
     `directory`, in the hidden directory `.NAME-distillation`, until the model is saved; after an interruption, the
@@ -54,10 +47,9 @@ def save_converted(
         source, source_image_size, source_num_heads: as for `read_source`, but no model in memory, which has no files
             to verify against.
         directory: output directory; must be missing or empty, unless `overwrite` is True.
-        overwrite: whether to replace an earlier conversion in `directory`. The files that its manifest lists are
-            deleted, and all other files stay.
-        seed: seed of the new weights. Default: the seed of the distillation; without a distillation, new weights are
-            drawn from PyTorch's global generator.
+        overwrite: whether to replace an earlier conversion in `directory`. The files that its report lists are
+            deleted, if they are unchanged, and all other files stay.
+        seed: seed of the new weights and, by default, of the distillation.
         distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
             the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
             and is the default of `aft-hf convert --distill`. Under `accelerate launch`, all processes train, and the
@@ -78,9 +70,8 @@ def save_converted(
     if distillation is not None:
         from .distillation import locked_checkpoints  # needs the libraries of training
 
-        seed = distillation.get("seed", 0) if seed is None else seed
         checkpoints = directory.with_name(f".{directory.name}-distillation")
-        distillation = {**distillation, "checkpoints": checkpoints}
+        distillation = {"seed": seed, **distillation, "checkpoints": checkpoints}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
     reading: dict[str, Any] = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
@@ -97,7 +88,7 @@ def save_converted(
 
 def _convert(
     source: VisionTransformerSource,
-    seed: int | None,
+    seed: int,
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
 ) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
@@ -106,18 +97,13 @@ def _convert(
         from .distillation import check_distillable, distill
 
         check_distillable(source, **distillation)  # before the fit to the attention, which may take minutes
-    with nullcontext() if seed is None else torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         model, report = convert_deit(source, **options)
-    if seed is not None:
-        report.options["seed"] = seed
+    report.options["seed"] = seed
     if distillation is not None:
-        fitted = sorted({record.note for record in report.with_status("fitted")})  # notes contain the number of images
-        conversion = {**report.options, "fitted": fitted}
-        report.add_distillation(distill(model, source, conversion=conversion, lock=False, **distillation))
-    processor, size = source.image_processor, pair(model.config.image_size)
-    return model, processor if size == pair(source.config.image_size) else resized_processor(processor, size), report
+        report.options["distillation"] = distill(model, source, conversion=dict(report.options), **distillation)
+    return model, processor_for(source.image_processor, pair(model.config.image_size)), report
 
 
 def _write(
@@ -134,13 +120,12 @@ def _write(
         finished, earlier = Path(aside, "finished"), Path(f"{aside}-earlier")
         model.save_pretrained(finished)
         processor.save_pretrained(finished)
+        report.files = {path.name: sha256(path) for path in sorted(finished.iterdir())}
         (finished / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
         verify_conversion(source, finished)
-        sums = {name: sha256(finished / name) for name in _names(finished)}
-        write_json(finished / MANIFEST_NAME, Manifest(files=sums).model_dump())
-        _check_target(directory, source, overwrite)  # again, since another process may have written there
-        if directory.exists() and any(directory.iterdir()):
-            _keep_other_files(directory, finished)
+        written = _check_target(directory, source, overwrite)  # again: another process may have written there
+        if directory.exists():
+            _keep_other_files(directory, finished, written)
         try:
             if directory.exists():
                 directory.rename(earlier)
@@ -152,64 +137,81 @@ def _write(
         shutil.rmtree(earlier, ignore_errors=True)
 
 
-def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> None:
-    """Check, before the work begins, that at most an earlier conversion is overwritten, and only with `overwrite`."""
+def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> set[str]:
+    """Check, before the work begins, that at most an earlier conversion is overwritten, and only with `overwrite`.
+
+    Returns the names of the files that the earlier conversion wrote.
+    """
     if directory.exists() and not directory.is_dir():
         raise ConversionError(f"{directory}: is a file; give a directory")
     for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
         if path.exists() and path.is_relative_to(directory):
             raise ConversionError(f"{directory}: holds {name}; give another directory")
-    if directory.exists() and any(directory.iterdir()):
-        if not overwrite:
-            raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
-        _written_files(directory)
-
-
-def _written_files(directory: Path) -> set[str]:
-    """Return the names of the files that the conversion in `directory` wrote and that still exist.
-
-    Raises:
-        ConversionError: the manifest is missing or not readable, or a file was changed since the conversion.
-    """
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
-        raise ConversionError(
-            f"{directory}: only an earlier conversion is overwritten, and there is no {MANIFEST_NAME} in the "
-            "directory that lists its files; delete the directory yourself, or give another one"
-        )
-    files = read_json(path, Manifest, ConversionError).files
-    present = files.keys() & _names(directory)
-    for name in sorted(present):
-        if (directory / name).is_symlink() or sha256(directory / name) != files[name]:
+    if not directory.exists() or not any(directory.iterdir()):
+        return set()
+    if not overwrite:
+        raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
+    report = directory / REPORT_NAME
+    if not report.is_file():
+        raise ConversionError(f"{directory}: only an earlier conversion is overwritten, and it has no {REPORT_NAME}")
+    files = read_json(report, ConversionReport, ConversionError).files
+    for name in files:
+        path = directory / name
+        if path.is_symlink() or (path.exists() and sha256(path) != files[name]):
             raise ConversionError(
                 f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
                 "give another directory"
             )
-    return present | {MANIFEST_NAME}
+    return {*files, REPORT_NAME}
 
 
-def _keep_other_files(earlier: Path, later: Path) -> None:
-    """Add the files in `earlier` that its conversion did not write to the conversion in `later`, as hard links."""
-    written = _written_files(earlier)
-    if taken := sorted((_names(earlier) - written) & _names(later)):
+def _keep_other_files(earlier: Path, later: Path, written: set[str]) -> None:
+    """Copy the files in `earlier` that its conversion did not write to the conversion in `later`."""
+    others = {path.name for path in earlier.iterdir()} - written
+    if taken := sorted(others & {path.name for path in later.iterdir()}):
         raise ConversionError(
             f"{earlier}: holds {taken[0]}, which the earlier conversion did not write and the new one does; move it, "
             "or give another directory"
         )
-
-    def leave(folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if Path(folder, name).relative_to(earlier).as_posix() in written}
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except OSError:  # the file system has no hard links
-            shutil.copy2(source, target, follow_symlinks=False)
-
-    shutil.copytree(earlier, later, symlinks=True, ignore=leave, copy_function=link, dirs_exist_ok=True)
+    for name in others:
+        path = earlier / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, later / name, symlinks=True)
+        else:
+            shutil.copy2(path, later / name, follow_symlinks=False)
 
 
-def _names(directory: Path) -> set[str]:
-    """Return the names of all files and links at any depth in a directory, relative to it."""
-    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
-    return {path.relative_to(directory).as_posix() for path in paths}
+def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
+    """Verify a saved conversion against its source.
+
+    Source and conversion are read again from their files. The report must list all tensors of both. Every copied
+    tensor is made again from the source, and must have the dtype, the shape and the bits of the saved tensor.
+
+    Args:
+        source: the converted checkpoint: a directory, a Hub repository, or a weight file.
+        directory: the directory that `save_converted` wrote.
+
+    Returns:
+        The number of copied tensors, all of which are equal; 0 after a distillation.
+
+    Raises:
+        ConversionError: a file cannot be read, the report does not list a tensor, or a copied tensor differs.
+    """
+    directory = Path(directory)
+    report = read_json(directory / REPORT_NAME, ConversionReport, ConversionError)
+    with explained(f"{directory}: cannot be read", ConversionError):
+        saved = load_file(directory / SAFE_WEIGHTS_NAME)
+        options = {name: report.options[name] for name in ("source_image_size", "source_num_heads")}
+    found = read_source(source, **options)
+    report.check(source_names(found), saved)
+    if "distillation" in report.options:  # which changed all tensors
+        return 0
+    copies = copied_parts(found, load(AFTConfig, directory, ConversionError), saved)
+    if {record.target for record in report.with_status("copied")} != copies.keys():
+        raise ConversionError(f"{directory}: {REPORT_NAME} does not list the tensors that are copied")
+    for name, copy in copies.items():
+        # By their bits, -0.0 differs from 0.0, and NaN equals itself.
+        first, second = (tensor.contiguous().view(torch.uint8) for tensor in (copy.tensor, saved[name]))
+        if copy.tensor.dtype != saved[name].dtype or not torch.equal(first, second):
+            raise ConversionError(f"{directory}: {name} is not what {REPORT_NAME} says was copied")
+    return len(copies)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, FiniteFloat
+from pydantic import Field, FiniteFloat
+from torch import nn
 from transformers import DeiTConfig, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import PILImageResampling
@@ -18,6 +19,7 @@ from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT
 from ..configuration_aft import pair
 from ..reading import Document, parse_json
 from .errors import ConversionError
+from .names import DISTILLATION_TOKEN, PATCHES, POSITIONS, Part
 from .resizing import one_or_pair
 
 
@@ -31,17 +33,12 @@ HEAD_WIDTH = 64
 HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
 
 
-def _for_three_channels(values: list[float]) -> list[float]:
-    if len(values) not in (1, 3):
-        raise ValueError("must have one value, or one for each of three channels")
-    return values * (3 // len(values))
-
-
 Positive = Annotated[int, Field(gt=0, le=2**20)]
 Labels = list[str] | dict[str, str]
-Mean = Annotated[list[FiniteFloat], AfterValidator(_for_three_channels)]
-Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], AfterValidator(_for_three_channels)]
-BESIDE = {"labels", "label_names", "label_descriptions", "global_pool"}
+Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
+Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
+CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
+BESIDE = {"label_names", "label_descriptions", "global_pool"}
 
 
 class PretrainedConfig(Document):
@@ -54,7 +51,6 @@ class PretrainedConfig(Document):
     mean: Mean = list(IMAGENET_DEFAULT_MEAN)
     std: Std = list(IMAGENET_DEFAULT_STD)
     global_pool: str | None = None
-    labels: Labels = {}
     label_names: Labels = {}
     label_descriptions: dict[str, str] = {}
 
@@ -101,7 +97,7 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
 
 def infer_config(
     name: str,
-    tensors: Mapping[str, torch.Tensor],
+    parts: dict[str, Part],
     timm_config: TimmConfig,
     *,
     image_size: int | tuple[int, int] | None,
@@ -110,63 +106,63 @@ def infer_config(
     """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
     The default of `image_size` is that of timm's config, or of a square grid with a patch for each position; the
-    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width, or else 1.
+    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width.
+    Position embeddings without one of the class token, as in DeiT-III, get a zero for it in `parts`.
     """
-    patches = _tensor(name, tensors, "patch_embed.proj.weight", 4)
-    positions = _tensor(name, tensors, "pos_embed", 3)
-    mlp = _tensor(name, tensors, "blocks.0.mlp.fc1.weight", 2)
-    distilled = "dist_token" in tensors
+    patches, positions, mlp = (
+        _tensor(name, parts, *each) for each in ((PATCHES, 4), (POSITIONS, 3), ("layers.0.mlp.fc1.weight", 2))
+    )
+    distilled = DISTILLATION_TOKEN in parts
     width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
-        # 1 is a placeholder for an unknown number; the copied tensors do not depend on it.
-        num_heads = model_args.num_heads or usual_heads(width) or 1
+        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
     if num_heads < 1 or width % num_heads:
         raise ConversionError(
-            f"{name}: {num_heads} heads do not divide its width of {width}; give source_num_heads (--source-num-heads)"
+            f"{name}: the number of heads at its width of {width} is not known, or does not divide it; give "
+            "source_num_heads (--source-num-heads)"
         )
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
+    height, width_in_pixels = _image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size)
+    if positions.shape[1] == (height // patch_size[0]) * (width_in_pixels // patch_size[1]):
+        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=nn.functional.pad(positions, (0, 0, 1, 0)))
     return (DeiTConfig if distilled else ViTConfig)(
         hidden_size=width,
-        num_hidden_layers=len({key.split(".")[1] for key in tensors if key.startswith("blocks.")}),
+        num_hidden_layers=len({key.split(".")[1] for key in parts if key.startswith("layers.")}),
         num_attention_heads=num_heads,
         intermediate_size=mlp.shape[0],
         hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
         layer_norm_eps=LAYER_NORM_EPS,
-        image_size=_image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size),
+        image_size=one_or_pair((height, width_in_pixels)),
         patch_size=one_or_pair(patch_size),
         num_channels=patches.shape[1],
-        qkv_bias="blocks.0.attn.qkv.bias" in tensors,
-        **_labels(pretrained_cfg, tensors),
+        qkv_bias="layers.0.attention.q_proj.bias" in parts,
+        **_labels(pretrained_cfg, max((len(parts[name].tensor) for name in CLASSIFIERS & parts.keys()), default=0)),
     )
 
 
-def _tensor(name: str, tensors: Mapping[str, torch.Tensor], tensor_name: str, dim: int) -> torch.Tensor:
-    if tensor_name not in tensors:
-        if any(".patch_embeddings." in other for other in tensors):
-            raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
-        raise ConversionError(f"{name}: {tensor_name} is missing from the checkpoint; it is no ViT or DeiT")
-    if tensors[tensor_name].dim() != dim:
-        raise ConversionError(f"{name}: {tensor_name} is {tuple(tensors[tensor_name].shape)}, not of {dim} dimensions")
-    return tensors[tensor_name]
-
-
-def usual_heads(width: int) -> int | None:
-    """Return the number of heads that ViT and DeiT have at a width, or None if it is unknown."""
-    return None if width % HEAD_WIDTH else HEADS_OF_WIDTH.get(width, width // HEAD_WIDTH)
+def _tensor(name: str, parts: dict[str, Part], tensor_name: str, dim: int) -> torch.Tensor:
+    if tensor_name not in parts:
+        raise ConversionError(f"{name}: {tensor_name} (by its name in transformers) is missing from the checkpoint")
+    tensor, sources = parts[tensor_name]
+    if ".patch_embeddings." in sources[0]:
+        raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
+    if tensor.dim() != dim:
+        raise ConversionError(f"{name}: {sources[0]} is {tuple(tensor.shape)}, not of {dim} dimensions")
+    return tensor
 
 
 def _image_size(
     name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
-) -> int | tuple[int, int]:
+) -> tuple[int, int]:
     """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
     rows, columns = patch_size
     counts = (length - prefix, length)
     if image_size is None:
         for side in (math.isqrt(max(count, 0)) for count in counts):
             if side > 0 and side**2 in counts:
-                return one_or_pair((side * rows, side * columns))
+                return side * rows, side * columns
         raise ConversionError(
             f"{name}: {length} positions are no square of patches; give source_image_size, its height and width in "
             "pixels"
@@ -177,17 +173,15 @@ def _image_size(
             f"{name}: images of {height} x {width} pixels do not fit its {length} positions and patches of "
             f"{rows} x {columns}; give the source_image_size it was trained at"
         )
-    return one_or_pair((height, width))
+    return height, width
 
 
-def _labels(config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the number of classes, or their descriptions or else names if timm's config has names."""
-    if "head.weight" not in tensors:
-        return {}
-    num_labels, names = len(tensors["head.weight"]), config.label_names or config.labels
+def _labels(config: PretrainedConfig, num_labels: int) -> dict[str, Any]:
+    """Return the names of the classes if timm's config has them, their descriptions where it has these, too."""
+    names = config.label_names
     numbered = {int(key): name for key, name in names.items()} if isinstance(names, dict) else dict(enumerate(names))
-    if max(numbered, default=-1) >= num_labels or (isinstance(names, list) and len(names) < num_labels):
-        return {"num_labels": num_labels}  # names of other classes
+    if not numbered or max(numbered) >= num_labels or (isinstance(names, list) and len(names) < num_labels):
+        return {"num_labels": num_labels} if num_labels else {}  # no names, or names of other classes
     names = [numbered.get(i, f"LABEL_{i}") for i in range(num_labels)]
     id2label = {i: config.label_descriptions.get(label, label) for i, label in enumerate(names)}
     return {"id2label": id2label, "label2id": {label: i for i, label in id2label.items()}}

@@ -9,7 +9,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,30 +20,19 @@ UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being wri
 def write_atomic(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing that is renamed to `path` when the block ends without an error.
 
-    The directory is created if necessary. Several processes may write the same path at the same time. A character
-    device or a pipe, such as /dev/stdout, is not replaced: it gets the content when the block ends without an error.
+    The directory is created if necessary. Several processes may write the same path at the same time.
 
     Raises:
         OSError: the path cannot be written, or is refused by `refuse_to_replace`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    receives = path.is_char_device() or path.is_fifo()  # also through a link
-    if not receives:
-        refuse_to_replace(path)
+    refuse_to_replace(path)
     aside = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        if receives:
-            content = BytesIO()
-            yield content
-            # Without O_NONBLOCK, a pipe that nobody reads would block forever.
-            with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-                os.set_blocking(stream.fileno(), True)
-                stream.write(content.getbuffer())
-        else:
-            # Mode "x" fails if the name exists, even as a symlink. Unlike `mkstemp`, it gives the usual permissions.
-            with aside.open("xb") as file:
-                yield file
-            os.replace(aside, path)
+        # Mode "x" fails if the name exists, even as a symlink. Unlike `mkstemp`, it gives the usual permissions.
+        with aside.open("xb") as file:
+            yield file
+        os.replace(aside, path)
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(aside)):  # for example of a full disk
             error.filename = str(path)

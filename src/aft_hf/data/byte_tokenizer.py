@@ -1,14 +1,8 @@
 """A tokenizer whose tokens are bytes."""
 
-from collections.abc import Sequence
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-
-# The roles of special tokens in transformers. The ids of special tokens follow those of the bytes in this order.
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 NUM_BYTES = 256
@@ -18,7 +12,7 @@ DEFAULT_SPECIAL_TOKENS = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
 
 
 def build_byte_tokenizer(
-    *, additional_special_tokens: Sequence[str] = (), model_max_length: int | None = None, **special_tokens: str | None
+    *, model_max_length: int | None = None, **special_tokens: str | None
 ) -> PreTrainedTokenizerFast:
     """Build a byte-level tokenizer: ids 0-255 are the bytes of UTF-8, and special tokens follow from id 256 on.
 
@@ -27,26 +21,21 @@ def build_byte_tokenizer(
     any code of this package. Encoding a text gives its bytes and adds no special tokens.
 
     Args:
-        additional_special_tokens: more special tokens, whose ids follow those of `special_tokens`.
         model_max_length: the maximum input length of the model in tokens. Default: no limit.
-        **special_tokens: a token for each role, such as `bos_token="<s>"`, with ids in the order of `SPECIAL_TOKENS`.
+        **special_tokens: a token for each role in transformers, such as `bos_token="<s>"`.
             Default: `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None omits a token.
 
     Raises:
         ValueError: a role is unknown to transformers.
     """
-    unknown = special_tokens.keys() - set(SPECIAL_TOKENS)
-    if unknown:
-        raise ValueError(f"unknown special tokens {sorted(unknown)}; use {', '.join(SPECIAL_TOKENS)}")
-    given = DEFAULT_SPECIAL_TOKENS | special_tokens
+    roles = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
+    if unknown := special_tokens.keys() - set(roles):
+        raise ValueError(f"unknown special tokens {sorted(unknown)}; use {', '.join(roles)}")
+    given = {role: token for role, token in (DEFAULT_SPECIAL_TOKENS | special_tokens).items() if token is not None}
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    ordered = {role: given[role] for role in SPECIAL_TOKENS if given.get(role) is not None}
-    tokenizer.add_special_tokens([*ordered.values(), *additional_special_tokens])
+    tokenizer.add_special_tokens(list(given.values()))
     limits = {} if model_max_length is None else {"model_max_length": model_max_length}
-    extra = {"additional_special_tokens": list(additional_special_tokens)} if additional_special_tokens else {}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ordered, **extra, **limits
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **given, **limits)

@@ -20,31 +20,6 @@ def chooses_a_class(config: PreTrainedConfig) -> bool:
     return len(config.id2label or {}) > 1 and config.problem_type in (None, "single_label_classification")
 
 
-def order_by_class_number(labels: Sequence[str], count: int) -> list[str]:
-    """Return the labels in the order of the class numbers 0 .. count - 1.
-
-    A label that is a number goes to that index, since folders are sorted as text ("10" before "2"); numbers without a
-    label get "". Names keep their order.
-
-    Raises:
-        ValueError: a label is a number outside 0 .. count - 1, or two labels have the same number.
-    """
-    if are_names(labels):
-        return list(labels)
-    ordered = [""] * count
-    for label in labels:
-        found = NUMBER.fullmatch(label)
-        assert found is not None
-        number = int(found[1])
-        if number >= count or ordered[number]:
-            raise ValueError(
-                f"label {label!r} is not one of the class numbers 0 .. {count - 1}, or occurs twice: label each class "
-                "with its number, or with its name in the model"
-            )
-        ordered[number] = label
-    return ordered
-
-
 def shortened(labels: Sequence[str]) -> str:
     """Return the first few labels and their total number as text."""
     more = f" ... ({len(labels)} in all)" if len(labels) > SHOWN else ""

@@ -1,7 +1,7 @@
 """Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import kornia.augmentation as augmentation
@@ -11,46 +11,32 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from .image_files import check_resizing
+from .images import ImagePipeline
 from .rand_augment import RandAugment
-from .samples import Row, Sample, SampleKey
+from .samples import SampleKey
 
 
-class TrainingImages:
+class TrainingImages(ImagePipeline):
     """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`.
 
     Args:
-        numbers: the class number of each label.
         size: side of the resized images in pixels.
         crop_scale: smallest and largest area of the random crops, as a share of the image (the aspect ratio is in
             [3/4, 4/3]). None: the whole image.
         seed: seed of the crops.
-        image_column, label_column: names of the columns.
+        **options: columns and class numbers, as for `ImagePipeline`.
     """
 
-    def __init__(
-        self,
-        numbers: Mapping[Any, int],
-        *,
-        size: int,
-        crop_scale: Sequence[float] | None,
-        seed: int,
-        image_column: str = "image",
-        label_column: str = "label",
-    ):
-        self.numbers, self.size, self.crop_scale, self.seed = numbers, size, crop_scale, seed
-        self.image_column, self.label_column = image_column, label_column
+    def __init__(self, size: int, crop_scale: Sequence[float] | None, seed: int, **options: Any):
+        super().__init__(None, **options)
+        self.size, self.crop_scale, self.seed = (size, size), crop_scale, seed
 
-    def __call__(self, row: Row, key: SampleKey | None) -> Sample:
-        image = row[self.image_column].convert("RGB")
+    def pixels(self, image: Image.Image, key: SampleKey | None) -> torch.Tensor:
         box = None
         if self.crop_scale is not None and key is not None:
             box = crop_box(image.size, self.crop_scale, key.random(self.seed))
-        image = check_resizing(image, self.size, self.size).resize(
-            (self.size, self.size), Image.Resampling.BICUBIC, box=box
-        )
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        return {"pixel_values": pixels, "labels": torch.tensor(self.numbers[row[self.label_column]])}
+        resized = image.convert("RGB").resize(self.size, Image.Resampling.BICUBIC, box=box)
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
 
 
 def crop_box(

@@ -9,8 +9,6 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
-from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
-from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 from ..reading import printable
 
@@ -20,10 +18,11 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 SUFFIXES = frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in FORMATS)
 # 8192 x 8192, enough for photos. Decoding and resizing that many pixels takes 1.3 GB, however small the file is.
 MAX_PIXELS = 2**26
+MAX_RATIO = 32  # of the sides: an image processor that resizes the shorter side may make the longer one huge
 MAX_BYTES = 8 * MAX_PIXELS  # of a file: that many pixels of four channels of 16 bits, without compression
+LIMITS = f"; at most {MAX_PIXELS / 1e6:.0f} million and sides of 1 to {MAX_RATIO} are read, make it smaller or crop it"
 SYSTEM_NAMES = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")  # hold thumbnails and deleted files
 PARQUET = ".parquet"
-NAME = "aft_hf.name"  # key in `Image.info`
 
 
 class ImageError(ValueError):
@@ -33,16 +32,15 @@ class ImageError(ValueError):
 def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Image:
     """Open an image file as an RGB image of 8 bits per channel, rotated as its EXIF data say.
 
-    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored. The image keeps its name for the
-    error messages of `check_resizing`.
+    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored.
 
     Args:
         source: path of the file, or its content.
         name: name of the image in error messages. Default: the path.
 
     Raises:
-        ImageError: the file does not exist, is damaged or too large, has none of the `FORMATS`, or has pixels whose
-            range of values is unknown, for example of 32 bits.
+        ImageError: the file does not exist, is damaged, too large or too long, has none of the `FORMATS`, or has
+            pixels whose range of values is unknown, for example of 32 bits.
     """
     name = printable(name or ("an image" if isinstance(source, bytes) else str(source)))
     if not isinstance(source, bytes):
@@ -50,13 +48,11 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd files, and about sizes that are refused below
-            image = _decoded(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name)
-            image.info[NAME] = name
-            return image
+            return _decoded(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
-        raise ImageError(_too_large(name, "more pixels than Pillow opens")) from error
+        raise ImageError(f"{name}: has more pixels than Pillow opens{LIMITS}") from error
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: cannot be read as an image; give one of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoding an arbitrary file can raise any exception
@@ -118,39 +114,14 @@ def list_images(path: Path) -> list[Path]:
     return images or tables
 
 
-def check_resizing(image: Image.Image, width: float, height: float) -> Image.Image:
-    """Return the image if resizing it takes at most `MAX_PIXELS`; rows are resized first, all rows of the image.
-
-    Raises:
-        ImageError: it takes more.
-    """
-    if width * max(height, image.height) > MAX_PIXELS:
-        raise ImageError(
-            f"{image.info.get(NAME, 'an image')}: {image.width} x {image.height} pixels cannot be resized to "
-            f"{width:.0f} x {height:.0f}, since that takes more than {MAX_PIXELS / 1e6:.0f} million pixels; crop it"
-        )
-    return image
-
-
 def _decoded(file: BinaryIO | Path, name: str) -> Image.Image:
     with Image.open(file, formats=FORMATS) as image:  # reads the header only
-        if image.width * image.height > MAX_PIXELS:
-            raise ImageError(_too_large(name, f"{image.width} x {image.height} pixels"))
+        short, long = sorted(image.size)
+        if short * long > MAX_PIXELS or long > MAX_RATIO * short:
+            raise ImageError(f"{name}: has {image.width} x {image.height} pixels{LIMITS}")
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith(("I", "F")):  # more than 8 bits per pixel
-            return _with_8_bits(image, name).convert("RGB")
+        if image.mode.startswith("I;16"):  # `convert` would clip all values at 255
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        if image.mode.startswith(("I", "F")):
+            raise ImageError(f"{name}: has unusual pixels (mode {image.mode}); save it with 8 bits per channel")
         return image.convert("RGB")
-
-
-def _with_8_bits(image: Image.Image, name: str) -> Image.Image:
-    """Keep the upper 8 of 16 bits per pixel; `convert` would clip all values at 255."""
-    # Pillow has the mode I for pixels of 32 bits, but also for those of a 16-bit PGM.
-    known = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
-    tags = getattr(image, "tag_v2", {})  # of a TIFF, which can also have 12 bits per pixel, and 0 for white
-    if not known or tags.get(BITS_PER_SAMPLE, (16,)) != (16,) or tags.get(PHOTOMETRIC_INTERPRETATION, 1) != 1:
-        raise ImageError(f"{name}: has unusual pixels (mode {image.mode}); save it with 8 bits per channel")
-    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-
-
-def _too_large(name: str, size: str) -> str:
-    return f"{name}: has {size}; at most {MAX_PIXELS / 1e6:.0f} million are read, make it smaller"

@@ -1,4 +1,4 @@
-"""Image processors: applying them within limits, and adapting them to another image size."""
+"""Image processors: applying them, and adapting them to another image size."""
 
 import copy
 import math
@@ -9,30 +9,10 @@ import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
-from .image_files import check_resizing
-
 
 def pixel_values(processor: BaseImageProcessor, images: Iterable[Image.Image]) -> torch.Tensor:
-    """Return the pixel values of images, (B, channels, height, width).
-
-    Raises:
-        ImageError: the image processor would resize an image to too many pixels (see `check_resizing`).
-    """
-    checked = [check_resizing(image.convert("RGB"), *_resized(processor, *image.size)) for image in images]
-    return processor(checked, return_tensors="pt")["pixel_values"]
-
-
-def _resized(processor: Any, width: int, height: int) -> tuple[float, float]:
-    """Return the (width, height) to which an image processor resizes an image, before it crops the center."""
-    size = {side: length for side, length in dict(getattr(processor, "size", None) or {}).items() if length}
-    if not getattr(processor, "do_resize", False) or not size:
-        return width, height
-    if "height" in size:
-        return size["width"], size["height"]
-    # Any other size than of the shorter side alone limits the longer one.
-    scale = max(size.values()) / (min(width, height) if size.keys() == {"shortest_edge"} else max(width, height))
-    scale /= getattr(processor, "crop_pct", None) or 1  # of ConvNeXT
-    return width * scale, height * scale
+    """Return the pixel values of images, (B, channels, height, width)."""
+    return processor([image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
 
 
 def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> BaseImageProcessor:

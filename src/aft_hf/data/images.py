@@ -5,10 +5,9 @@ from typing import Any
 
 import kornia.augmentation as augmentation
 import torch
-from datasets import ClassLabel, Dataset, IterableDataset, Value
+from datasets import ClassLabel, Dataset, Value
 from PIL import Image
 from torch import nn
-from transformers.image_processing_utils import BaseImageProcessor
 
 from .image_files import ImageError
 from .image_size import pixel_values
@@ -29,7 +28,7 @@ class ImagePipeline:
 
     def __init__(
         self,
-        processor: BaseImageProcessor,
+        processor: Any,
         *,
         image_column: str = "image",
         label_column: str = "label",
@@ -43,23 +42,25 @@ class ImagePipeline:
         if not isinstance(image, Image.Image):
             raise ImageError(f"has no image in column {self.image_column!r}")
         number = label if self.numbers is None else self.numbers[label]
-        return {"pixel_values": pixel_values(self.processor, [image])[0], "labels": torch.tensor(number)}
+        return {"pixel_values": self.pixels(image, key), "labels": torch.tensor(number)}
+
+    def pixels(self, image: Image.Image, key: SampleKey | None) -> torch.Tensor:
+        """Return the pixel values of an image; the key determines random numbers."""
+        return pixel_values(self.processor, [image])[0]
 
 
-def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
+def class_names(dataset: Dataset, column: str) -> list[str]:
     """Return the names of the classes, in the order of their numbers.
 
     A column of type `ClassLabel` declares them. Integer labels are class numbers already, and their text serves as the
     name. Other labels are names and are sorted.
 
     Raises:
-        ValueError: the labels are neither names nor integers from 0, or a streamed column is no `ClassLabel`.
+        ValueError: the labels are neither names nor integers from 0.
     """
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return feature.names
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(f"column {column!r} must have the type ClassLabel, which lists the classes, to be streamed")
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
     if all(type(label) is int and label >= 0 for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
@@ -68,30 +69,21 @@ def class_names(dataset: Dataset | IterableDataset, column: str) -> list[str]:
     raise ValueError(f"column {column!r} must hold class names or class numbers from 0, got {str(labels[:5])[1:-1]}")
 
 
-def class_numbers(dataset: Dataset | IterableDataset, column: str, names: Sequence[str]) -> dict[Any, int]:
-    """Return the index in `names` of each label that occurs in a column or, in a stream, may occur.
+def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
+    """Return the index in `names` of each label that occurs in a column.
 
     Labels are compared by name, so a `ClassLabel` may number the classes in another order.
 
     Raises:
         ValueError: a label is not in `names`.
     """
-    feature = dataset.features[column]
-    labels = range(len(feature.names)) if isinstance(dataset, IterableDataset) else dataset.unique(column)
-    own = (
-        dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {label: str(label) for label in labels}
-    )
+    feature, labels = dataset.features[column], dataset.unique(column)
+    known = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}  # a missing label is -1
+    own = {label: known.get(label, str(label)) for label in labels}
     numbers = {name: number for number, name in enumerate(names)}
-    unknown = [own.get(label, label) for label in labels if own.get(label) not in numbers]
-    if unknown:
+    if unknown := [name for name in own.values() if name not in numbers]:
         raise ValueError(f"column {column!r} has labels that are not among the {len(names)} classes: {unknown[:5]}")
-    return {label: numbers[own[label]] for label in labels}
-
-
-def check_augmentation(name: str) -> None:
-    """Raise a `ValueError` if there is no augmentation of this name."""
-    if name not in AUGMENTATIONS:
-        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
+    return {label: numbers[name] for label, name in own.items()}
 
 
 def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
@@ -104,7 +96,8 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     Raises:
         ValueError: the name is unknown.
     """
-    check_augmentation(name)
+    if name not in AUGMENTATIONS:
+        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
     if name == "none":
         return None
     height, width = size

@@ -1,12 +1,10 @@
 """Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import datasets
 import pandas
 from datasets import (
     ClassLabel,
@@ -14,18 +12,14 @@ from datasets import (
     DatasetDict,
     Features,
     Image,
-    IterableDataset,
-    IterableDatasetDict,
     Json,
     LargeList,
     List,
     Value,
     load_dataset,
-    load_dataset_builder,
 )
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.features.features import require_decoding
-from datasets.fingerprint import Hasher
 from datasets.io.json import JsonDatasetReader
 from datasets.io.parquet import ParquetDatasetReader
 from huggingface_hub import metadata_load
@@ -65,15 +59,13 @@ def load_splits(
     train: str | None = None,
     validation: str | None = None,
     *,
-    streaming: bool = False,
     labeled: bool = True,
-) -> DatasetDict | IterableDatasetDict:
+) -> DatasetDict:
     """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
 
     Args:
         dataset_name, dataset_config_name: name and configuration of a dataset, as for `load_named`.
         train, validation: the data of the splits, instead of a name (see `load_local`).
-        streaming: whether rows are read during iteration. Streamed rows cannot be indexed.
         labeled: whether a folder of images must have a folder for each class.
 
     Raises:
@@ -81,31 +73,28 @@ def load_splits(
     """
     paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
     if (dataset_name is None) == (not paths):
-        raise ValueError("give the data as either dataset_name, or train and validation as files or folders")
+        raise ValueError("give either the dataset, or train and validation as files or folders")
     if dataset_name is None:
-        rows = {split: load_local(path, streaming=streaming, labeled=labeled) for split, path in paths.items()}
-        return IterableDatasetDict(rows) if streaming else DatasetDict(rows)
-    splits = load_named(dataset_name, dataset_config_name, streaming=streaming)
+        return DatasetDict({split: load_local(path, labeled=labeled) for split, path in paths.items()})
+    splits = load_named(dataset_name, dataset_config_name)
     if "validation" not in splits and "test" in splits:
         splits["validation"] = splits["test"]
     splits.pop("test", None)
     return splits
 
 
-def load_named(
-    name: str, config_name: str | None = None, *, streaming: bool = False
-) -> DatasetDict | IterableDatasetDict:
+def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     """Load the splits "train", "validation" and "test", as far as they exist.
 
     The name is that of a dataset on the Hub, of a local one that `datasets` can load, or of a file, which is "train".
     """
     if Path(name).is_file():
-        splits = {"train": load_local(name, streaming=streaming)}
+        splits = {"train": load_local(name)}
     else:
         check_named(name)
-        splits = load_dataset(name, config_name, streaming=streaming)
-    kept = {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
-    return IterableDatasetDict(kept) if streaming else DatasetDict(kept)
+        splits = load_dataset(name, config_name)
+    kept = ("train", "validation", "test")
+    return DatasetDict({split: with_safe_images(splits[split]) for split in kept if split in splits})
 
 
 def check_named(name: str) -> None:
@@ -123,7 +112,7 @@ def check_named(name: str) -> None:
                 raise UnreadableError(f"{file}: its configs name addresses; only files of a local dataset are read")
 
 
-def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = True) -> Dataset | IterableDataset:
+def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
     """Load a parquet, csv, json or text file, or a folder of images or parquet files (see `list_images`).
 
     A name is never a pattern or an address. With `labeled`, the label of an image is the name of its folder.
@@ -135,27 +124,27 @@ def load_local(path: str | Path, *, streaming: bool = False, labeled: bool = Tru
     files = list_images(path)
     suffix = files[0].suffix.lower()
     if path.is_dir() and suffix != PARQUET:
-        return _image_rows(path, files, streaming, labeled)
+        return _image_rows(path, files, labeled)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
     try:
         if suffix in READERS:
-            return with_safe_images(_read_files(files, streaming))
-        rows = _read_document(path) if suffix == ".txt" else _read_table(path)
-        return rows.to_iterable_dataset() if streaming else rows
+            return with_safe_images(_read_files(files))
+        return _read_document(path) if suffix == ".txt" else _read_table(path)
     except Exception as error:  # the readers can raise any exception
         empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON
         reason = "it has no rows" if empty else described(error.__cause__ or error)
         raise ValueError(f"{path}: cannot be read as a file of type {suffix[1:]} ({reason})") from error
 
 
-def _read_files(files: Sequence[Path], streaming: bool) -> Dataset | IterableDataset:
+def _read_files(files: Sequence[Path]) -> Dataset:
     """Read parquet or JSON files by the reader of `datasets`. `load_dataset` would take their names as patterns."""
-    names = [str(_without_hops(file.absolute())) for file in files]
+    names = [str(file.absolute()) for file in files]
+    if odd := [name for name in names if "::" in name]:
+        raise ValueError(f"the readers would split the path {odd[0]} at ::; rename it")
     versions = [(str(file.stat().st_mtime_ns), str(file.stat().st_size)) for file in files]  # for the cache
     data_files = DataFilesDict(train=DataFilesList(names, versions))
-    rows = READERS[files[0].suffix.lower()](data_files, split="train", streaming=streaming).read()
-    return rows._resolve_features() if streaming else rows  # those of JSON are unknown before
+    return READERS[files[0].suffix.lower()](data_files, split="train").read()
 
 
 def _read_table(path: Path) -> Dataset:
@@ -168,18 +157,7 @@ def _read_table(path: Path) -> Dataset:
     return Dataset.from_pandas(table)
 
 
-def _without_hops(path: Path) -> Path:
-    """Return the path, or a link to it in the cache if it contains "::", where the readers would split it."""
-    if "::" not in str(path):
-        return path
-    link = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf" / f"{Hasher.hash(str(path))}{path.suffix}"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        link.symlink_to(path)
-    return link
-
-
-def _image_rows(folder: Path, files: Sequence[Path], streaming: bool, labeled: bool) -> Dataset | IterableDataset:
+def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
     outer = {parent for path in {file.parent for file in files} - {folder} for parent in path.parents}
     if splits := [str(path) for path in sorted(outer) if path.name.lower() in SPLITS and folder in path.parents]:
         raise ValueError(f"{folder}: its folders are splits, not classes: give one of {', '.join(splits)}")
@@ -194,13 +172,7 @@ def _image_rows(folder: Path, files: Sequence[Path], streaming: bool, labeled: b
             )
         columns["label"] = [file.parent.name for file in files]
         features["label"] = ClassLabel(names=sorted(set(columns["label"])))
-    if not streaming:
-        return Dataset.from_dict(columns, features)
-    return IterableDataset.from_generator(_rows, features, gen_kwargs=columns)  # each file is a shard
-
-
-def _rows(**columns: list[Any]) -> Iterator[dict[str, Any]]:
-    return (dict(zip(columns, values)) for values in zip(*columns.values()))
+    return Dataset.from_dict(columns, features)
 
 
 def _read_document(path: Path) -> Dataset:
@@ -208,33 +180,13 @@ def _read_document(path: Path) -> Dataset:
     return Dataset.from_dict({"text": [path.read_bytes().decode()]}, Features({"text": Value("large_string")}))
 
 
-def local_files(
-    dataset_name: str | None = None, dataset_config_name: str | None = None, train: str | None = None
-) -> list[Path]:
-    """Return the files of the split "train" as `load_splits` reads it; none if they are on the Hub.
-
-    Their order does not depend on the path of their folder.
-    """
-    place = Path(cast(str, dataset_name or train))
-    if place.is_file() or dataset_name is None:
-        return list_images(place)
-    if not place.is_dir():
-        return []
-    check_named(dataset_name)
-    files = load_dataset_builder(dataset_name, dataset_config_name).config.data_files or {}
-    return [Path(file) for file in files.get("train", [])]
-
-
-def with_safe_images(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+def with_safe_images(rows: Dataset) -> Dataset:
     """Return the same rows with an `ImageColumn` in place of each column of images.
 
     Other columns that `datasets` would decode, such as audio and lists of images, are left out: their paths may be
     addresses.
     """
-    features = rows.features or {}
-    if isinstance(rows, IterableDataset) and any(map(_opens_files, features.values())):
-        rows = rows.decode(False)  # a stream decodes what is left out later
-    for name, feature in features.items():
+    for name, feature in rows.features.items():
         if is_image(feature):
             rows = rows.cast_column(name, ImageColumn())
         elif _opens_files(feature):
@@ -257,33 +209,24 @@ def _opens_files(feature: Any) -> bool:
     return require_decoding(feature) and not isinstance(feature, Json)
 
 
-def hold_out(splits: DatasetDict, share: float, *, shuffle: bool = True) -> DatasetDict:
+def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     """Return `splits` with a split "validation", held out from the training rows, with a message, if it is missing.
 
     Args:
         splits: the splits of a dataset, with a split "train".
-        share: the share of rows to hold out, less than 1; 0 holds out none.
-        shuffle: whether to hold out random rows (with a fixed seed) or the last ones.
-
-    Raises:
-        ValueError: the share is not in [0, 1), or there are less than two rows.
+        share: the share of rows to hold out, less than 1; 0 holds out none. They are drawn with a fixed seed.
     """
     if "validation" in splits or share == 0:
         return splits
-    if not 0 < share < 1:
-        raise ValueError(f"validation_share must be between 0 and 1, got {share}")
-    rows = len(splits["train"])
-    if rows < 2:
-        raise ValueError(f"{rows} rows cannot be split into training and validation data: give validation data")
-    parts = splits["train"].train_test_split(share, seed=0, shuffle=shuffle)
+    parts = splits["train"].train_test_split(share, seed=0)
     logger.warning(
-        f"there is no validation data: {len(parts['test'])} of the {rows} training samples are held out for it "
-        f"(validation_share={share})"
+        f"there is no validation data: {len(parts['test'])} of the {len(splits['train'])} training samples are held "
+        f"out for it (validation_share={share})"
     )
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
-def require_column(splits: DatasetDict | IterableDatasetDict, column: str, option: str) -> None:
+def require_column(splits: DatasetDict, column: str, option: str) -> None:
     """Raise a ValueError if a split lacks `column`, the value of `option`. The message lists the columns it has."""
     for split, dataset in splits.items():
         if column not in dataset.column_names:

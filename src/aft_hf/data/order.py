@@ -1,8 +1,6 @@
 """The order of training samples: batches are a pure function of the seed and the step."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -10,14 +8,15 @@ from torch.utils.data import Sampler
 from .samples import SampleKey
 
 
-class Batches(Sampler[list[Any]], ABC):
+class GlobalBatches(Sampler[list[SampleKey]]):
     """Sampler of the micro-batches of one process, starting at any step.
 
-    The global batch of a step is split into micro-batches 0 .. n - 1; with P processes, process p takes p, p + P,
-    p + 2 P, ... So micro-batch k of a step holds the same samples for any number of processes, and a resumed run sees
-    the same batches as an uninterrupted one.
+    Each epoch is shuffled anew, and its last incomplete batch is dropped. The global batch of a step is split into
+    micro-batches 0 .. n - 1; with P processes, process p takes p, p + P, p + 2 P, ... So micro-batch k of a step holds
+    the same samples for any number of processes, and a resumed run sees the same batches as an uninterrupted one.
 
     Args:
+        num_samples: number of samples of the dataset.
         global_batch_size, micro_batch_size: batch sizes in samples.
         seed: seed of the order.
         start, stop: the range of steps, start <= step < stop.
@@ -25,10 +24,14 @@ class Batches(Sampler[list[Any]], ABC):
         repetitions: number of consecutive copies of each sample, which are dealt out to successive micro-batches. An
             epoch keeps its length, so it sees a part of the samples (repeated augmentation, Hoffer et al. 2020, as in
             DeiT).
+
+    Raises:
+        ValueError: there are fewer samples than a global batch.
     """
 
     def __init__(
         self,
+        num_samples: int,
         global_batch_size: int,
         micro_batch_size: int,
         *,
@@ -39,37 +42,12 @@ class Batches(Sampler[list[Any]], ABC):
         processes: int = 1,
         repetitions: int = 1,
     ):
+        self.num_samples, self.steps_per_epoch = num_samples, steps_per_epoch(num_samples, global_batch_size)
         self.global_batch_size, self.micro_batches = global_batch_size, global_batch_size // micro_batch_size
         self.seed, self.start, self.stop, self.repetitions = seed, start, stop, repetitions
         self.process, self.processes = process, processes
 
-    @abstractmethod
-    def global_batches(self) -> Iterator[list[Any]]:
-        """Yield the global batch of each step."""
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self.global_batches():
-            for k in range(self.process, self.micro_batches, self.processes):
-                yield batch[k :: self.micro_batches]
-
-    def position(self, step: int) -> tuple[Any, ...]:
-        """Return the state that a resumed run needs besides `step`."""
-        return ()
-
-
-class GlobalBatches(Batches):
-    """Batches of `num_samples` samples. Each epoch is shuffled anew, and its last incomplete batch is dropped.
-
-    Raises:
-        ValueError: there are fewer samples than a global batch.
-    """
-
-    def __init__(self, num_samples: int, *sizes: int, **options: Any):
-        super().__init__(*sizes, **options)
-        self.num_samples = num_samples
-        self.steps_per_epoch = steps_per_epoch(num_samples, self.global_batch_size)
-
-    def global_batches(self) -> Iterator[list[SampleKey]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         epoch, order = -1, np.empty(0, int)
         for step in range(self.start, self.stop):
             if step // self.steps_per_epoch != epoch:
@@ -77,7 +55,9 @@ class GlobalBatches(Batches):
                 order = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
             first = step % self.steps_per_epoch * self.global_batch_size
             places = range(first, first + self.global_batch_size)
-            yield [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
+            batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
+            for k in range(self.process, self.micro_batches, self.processes):
+                yield batch[k :: self.micro_batches]
 
     def __len__(self) -> int:
         return (self.stop - self.start) * len(range(self.process, self.micro_batches, self.processes))

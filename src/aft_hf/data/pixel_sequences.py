@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .image_files import check_resizing
 from .samples import Row, Sample, SampleKey
 
 
@@ -17,32 +16,17 @@ def pixels_to_tokens(pixels: np.ndarray) -> np.ndarray:
     return pixels.reshape(-1)
 
 
-def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int], channels: int = 3) -> Image.Image:
-    """Return the image of (H * W * channels,) tokens; the inverse of `pixels_to_tokens`.
-
-    Raises:
-        ValueError: the number of tokens does not match the size, or a token is not in 0 .. 255.
-    """
-    tokens = np.asarray(tokens)
-    if tokens.shape != (size[0] * size[1] * channels,):
-        raise ValueError(
-            f"an image of {size[0]} x {size[1]} x {channels} does not match tokens of shape {tokens.shape}"
-        )
-    if tokens.min() < 0 or tokens.max() > 255:
-        raise ValueError(f"sub-pixels are 0 .. 255, got tokens {tokens.min()} .. {tokens.max()}")
-    pixels = tokens.astype(np.uint8).reshape(*size, channels)
-    return Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int]) -> Image.Image:
+    """Return the RGB image of (H * W * 3,) tokens in 0 .. 255; the inverse of `pixels_to_tokens`."""
+    return Image.fromarray(np.asarray(tokens).astype(np.uint8).reshape(*size, 3))
 
 
 class PixelSequences:
     """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
-    Args:
-        image_size: side in pixels; images of another size are resized (mean over areas).
-        image_column: name of the column of images.
-        seed: seed of the augmentation of samples with a key.
-        flip: whether to flip them horizontally with probability 1/2.
-        brightness_shift: the largest random shift of their brightness. Sub-pixels are clipped to 0 .. 255.
+    The arguments are keys of `PixelsData` and the seed of the augmentation, which samples with a key get: a horizontal
+    flip with probability 1/2, and a random shift of the brightness, clipped to 0 .. 255. Images of another size are
+    resized (mean over areas).
     """
 
     def __init__(
@@ -60,7 +44,7 @@ class PixelSequences:
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
         image = row[self.image_column].convert("RGB")
         if image.size != self.size:
-            image = check_resizing(image, *self.size).resize(self.size, Image.Resampling.BOX)
+            image = image.resize(self.size, Image.Resampling.BOX)
         pixels = np.asarray(image)
         if key is not None:
             pixels = self._augment(pixels, key.random(self.seed))

@@ -3,20 +3,16 @@
 import math
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, metadata_save
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..data.atomic_files import write_atomic
 from ..modeling_aft import HEADS, AFTModel
-from ..reading import explained, first_line
+from ..reading import first_line
 from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
@@ -38,21 +34,21 @@ UNTRAINED = "No training is recorded in this repository: take the weights as unt
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
-# Tasks on the Hub, and the classes of transformers for them, by architecture and modality.
+# Tasks on the Hub by architecture and modality. All but those of backbones are pipelines of transformers.
 TASKS = {
-    ("AFTForCausalLM", "text"): ("text-generation", "AutoModelForCausalLM"),
-    ("AFTForImageClassification", "image"): ("image-classification", "AutoModelForImageClassification"),
-    ("AFTForSequenceClassification", "text"): ("text-classification", "AutoModelForSequenceClassification"),
-    ("AFTForTokenClassification", "text"): ("token-classification", "AutoModelForTokenClassification"),
-    ("AFTModel", "text"): ("feature-extraction", "AutoModel"),
-    ("AFTModel", "image"): ("image-feature-extraction", "AutoModel"),
+    ("AFTForCausalLM", "text"): "text-generation",
+    ("AFTForImageClassification", "image"): "image-classification",
+    ("AFTForSequenceClassification", "text"): "text-classification",
+    ("AFTForTokenClassification", "text"): "token-classification",
+    ("AFTModel", "text"): "feature-extraction",
+    ("AFTModel", "image"): "image-feature-extraction",
 }
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
     """Write README.md into the directory of a saved model.
 
-    A README.md without the line that marks generated cards is the user's: only a given license is changed in it.
+    A README.md without the line that marks generated cards is the user's and stays as it is.
 
     Args:
         directory: the directory that `save_pretrained` wrote, with the files of training and conversion.
@@ -61,39 +57,14 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
             else Apache 2.0.
 
     Raises:
-        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, or a file with
-            results cannot be read.
+        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
+            results cannot be read, or a license is given for a card of the user.
     """
     directory = Path(directory)
-    with made_card(directory, repo_id=repo_id, license=license) as made:
-        copy_into(directory, made)
+    if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+        with write_atomic(directory / README) as file:
+            file.write(text.encode())
     return directory / README
-
-
-@contextmanager
-def made_card(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> Iterator[Path]:
-    """Create a temporary directory with the files that `write_card` writes. Arguments and errors are the same."""
-    refuse_misplaced_files(directory)
-    terms, path = _license(directory, license), directory / README
-    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
-    with tempfile.TemporaryDirectory(prefix="aft-hf-card-") as temporary:
-        made = Path(temporary)
-        if any(mark in written for mark in GENERATED):
-            _card(directory, repo_id=repo_id, terms=terms).save(made / README)
-        elif license is not None:
-            with explained(f"{README}: the metadata cannot be read", PublishError):
-                metadata = metadata_load(path) or {}
-            shutil.copyfile(path, made / README)
-            kept = {name: value for name, value in metadata.items() if not name.startswith("license_")}
-            metadata_save(made / README, kept | terms)
-        yield made
-
-
-def copy_into(directory: Path, made: Path) -> None:
-    """Copy the files of `made` to `directory`, each atomically (see `write_atomic`)."""
-    for path in made.iterdir():
-        with write_atomic(directory / path.name) as file:
-            file.write(path.read_bytes())
 
 
 def build_card(
@@ -104,13 +75,24 @@ def build_card(
     return _card(directory, repo_id=repo_id, terms=_license(directory, license))
 
 
+def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
+    """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
+    refuse_misplaced_files(directory)
+    path = directory / README
+    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
+    if any(mark in written for mark in GENERATED):
+        return str(build_card(directory, repo_id=repo_id, license=license))
+    if license is not None:
+        raise PublishError(f"{README}: is not generated, so it stays as it is; write the license into it")
+    return None
+
+
 def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> ModelCard:
     facts = read_facts(directory)
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
         raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
-    task, auto_class = TASKS[kind]
-    name, task = source.split("/")[-1], PIXELS if facts.is_pixels else task
+    name, task = source.split("/")[-1], PIXELS if facts.is_pixels else TASKS[kind]
     distilled = facts.conversion is not None and facts.conversion["distillation"]
     pictures = [file for file in PICTURES if (directory / file).is_file()]
     types, longest = set(config.layer_aft_types), _longest(config)
@@ -125,7 +107,7 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
         config=config,
         kind=f"AFT-{'/'.join(sorted(types))}",
         task=task,
-        auto=auto_class,
+        pipeline=facts.architecture != "AFTModel",
         architecture=_architecture(facts),
         longest=longest if facts.is_text else None,
         any_size=not config.use_position_embeddings and types == {"conv"},
@@ -141,17 +123,13 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
     )
 
 
-def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> list[str]:
+def card_problems(text: str, directory: Path) -> list[str]:
     """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network.
 
     Args:
-        path: path of the card.
-        names: names of files that will lie beside the card, even if they do not exist yet.
+        text: the text of the card.
+        directory: the directory of the card.
     """
-    path = Path(path)
-    if not path.is_file():
-        return ["is missing; `aft_hf.publishing.write_card` writes it"]
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         card = ModelCard(text)
         data = card.data.to_dict()
@@ -159,17 +137,12 @@ def card_problems(path: str | os.PathLike[str], names: Collection[str] = ()) -> 
         return [f"the metadata cannot be read ({first_line(error)})"]
     problems = [f"the metadata lacks {name}" for name in REQUIRED if not data.get(name)]
     for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
-        if "://" not in picture and picture not in names and not (path.parent / picture).is_file():
+        if "://" not in picture and not (directory / picture).is_file():
             problems.append(f"shows {picture}, which does not exist")
     return problems
 
 
 # ----------------------------------------------------------------------------------------------------------- metadata
-
-
-def card_license(path: Path) -> str:
-    """Return the license of the weights in the metadata of a card without problems."""
-    return (metadata_load(path) or {})["license"]
 
 
 def _license(directory: Path, license: str | None) -> dict[str, str]:

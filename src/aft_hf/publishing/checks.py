@@ -1,15 +1,14 @@
 """Checks of a saved model before it is uploaded to the Hub."""
 
-import filecmp
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
@@ -22,7 +21,7 @@ from transformers.utils import (
 from ..configuration_aft import AFTConfig, pair
 from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import LARGEST_HEADER, ModelConfig, explained, read_json
+from ..reading import ModelConfig, explained, read_json
 from .card import ARCHITECTURES, README, card_problems
 from .errors import PublishError
 from .facts import RESULTS, read_object, section
@@ -32,6 +31,7 @@ from .folder import files_by_name, misplaced_files
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
 
+LARGEST_HEADER = 2**24  # bytes of weights that are searched for keys
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -49,7 +49,7 @@ SECRETS = {
 }
 
 
-def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -> list[str]:
+def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
@@ -58,21 +58,22 @@ def find_problems(directory: str | os.PathLike[str], made: Path | None = None) -
 
     Args:
         directory: directory of a saved model.
-        made: directory with new files that will be written into `directory` before the upload, if any.
+        new: texts of files that will be written into `directory` before the upload, by name.
     """
     directory = Path(directory)
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):
         return problems
-    files = files_by_name(directory, *([] if made is None else [made]))
-    problems = []
+    files = files_by_name(directory)
     for name, path in files.items():
         with explained(f"{name}: cannot be read", PublishError):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
-    problems += _model_problems(directory, files)
-    problems += [f"{README}: {problem}" for problem in card_problems(files.get(README, directory / README), files)]
-    return problems
+    problems += _model_problems(directory, {**files, **new})
+    if README not in {**files, **new}:
+        return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
+    text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
+    return problems + [f"{README}: {problem}" for problem in card_problems(text, directory)]
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -82,9 +83,8 @@ def _file_problems(path: Path) -> Iterator[str]:
     if _is_pickle(path):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
-    with path.open("rb") as file:
-        is_weights = path.suffix == ".safetensors"
-        content = file.read(min(int.from_bytes(file.read(8), "little"), LARGEST_HEADER)) if is_weights else file.read()
+    with path.open("rb") as file:  # of weights, the header
+        content = file.read(LARGEST_HEADER if path.suffix == ".safetensors" else -1)
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, content):
             line = content.count(b"\n", 0, match.start()) + 1
@@ -105,100 +105,73 @@ def _is_pickle(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------------- model
 
 
-def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
-    config_file = directory / CONFIG_NAME
-    if not config_file.is_file():
-        is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
-        hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
-        yield f"{CONFIG_NAME}: is missing{hint}"
-        return
+def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterator[str]:
     try:
-        config = read_json(config_file, ModelConfig, PublishError)
+        if not (directory / CONFIG_NAME).is_file():
+            is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
+            hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
+            raise PublishError(f"{CONFIG_NAME}: is missing{hint}")
+        config = read_json(directory / CONFIG_NAME, ModelConfig, PublishError)
         if config.model_type != AFTConfig.model_type:
-            yield f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"'
-            return
-        load(AFTConfig, directory, PublishError)
+            raise PublishError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
+        yield from _code_problems(directory, files, config)
+        name = (config.architectures or [""])[0]
+        if name not in ARCHITECTURES:
+            raise PublishError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
+        if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+            raise PublishError(f"{SAFE_WEIGHTS_NAME}: is missing")
+        check_companion(directory, check_model(directory, ARCHITECTURES[name]))
     except PublishError as error:
         yield str(error)
-        return
-    yield from _code_problems(files, config)
-    names = config.architectures or []
-    if not names or names[0] not in ARCHITECTURES:
-        yield f"{CONFIG_NAME}: architectures is {names}, not one of {', '.join(ARCHITECTURES)}"
-        return
-    if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-        yield f"{SAFE_WEIGHTS_NAME}: is missing"
-        return
-    yield from _loading_problems(directory, ARCHITECTURES[names[0]])
 
 
-def _code_problems(files: dict[str, Path], config: ModelConfig) -> Iterator[str]:
+def _code_problems(directory: Path, files: Mapping[str, Path | str], config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
     if not config.auto_map:
         yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
-        return
-    for name, place in config.auto_map.items():
+    for name, place in (config.auto_map or {}).items():
         if "--" in str(place):
             yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
     for name in CODE:
         if name not in files:
             yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
-        elif not filecmp.cmp(files[name], PACKAGE / name, shallow=False):
+        elif (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
             yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
 
 
 @torch.no_grad()
-def _loading_problems(directory: Path, model_class: type[AFTPreTrainedModel]) -> Iterator[str]:
-    try:
-        with explained("the model does not load", PublishError):
-            for path in directory.glob("*.safetensors"):
-                with safe_open(path, "pt"):
-                    pass
-            options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, info = load(model_class, directory, PublishError, dtype="auto", **options)
-    except PublishError as error:
-        yield str(error)
-        return
+def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPreTrainedModel:
+    """Return the model; raise a PublishError unless it has all its weights, no others, and gives finite outputs."""
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load(model_class, directory, PublishError, dtype="auto", **options)
     for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):
         if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
-            yield f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}"
-            return
-    try:
-        with explained("the model does not run", PublishError):
-            outputs = model.eval()(**_example(model.config))
-    except PublishError as error:
-        yield str(error)
-        return
-    if not outputs[0].float().isfinite().all():
-        yield "the model does not run: its outputs are not finite"
-    yield from _companion_problems(directory, model)
-
-
-def _example(config: AFTConfig) -> dict[str, torch.Tensor]:
-    """Return a small input for a model of this config."""
+            raise PublishError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
+    config = model.config
     if config.modality == "text":
-        return {"input_ids": torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size}
-    return {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
+        tokens = torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size
+        example = {"input_ids": tokens}
+    else:
+        example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
+    with explained("the model does not run", PublishError):
+        outputs = model.eval()(**example)
+    if not outputs[0].float().isfinite().all():
+        raise PublishError("the model does not run: its outputs are not finite")
+    return model
 
 
-def _companion_problems(directory: Path, model: AFTPreTrainedModel) -> Iterator[str]:
-    """Check the tokenizer or the image processor, which `pipeline` needs."""
+def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
+    """Raise a PublishError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
     is_text = model.config.modality == "text"
     if is_text and section(read_object(directory / RESULTS), "recipe").get("task") == "pixels":
         return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
     if not (directory / file).is_file():
-        yield f"{file}: is missing; save the {what} beside the model (`save_pretrained`)"
-        return
-    try:
-        tokenizer = load(auto_class, directory, PublishError)
-        if not is_text:
-            return
-        if len(tokenizer) > model.config.vocab_size:
-            yield f"{file}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}"
+        raise PublishError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
+    loaded = load(auto_class, directory, PublishError)
+    if is_text and len(loaded) > model.config.vocab_size:
+        raise PublishError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
+    if model.can_generate():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
-            if model.can_generate():
-                GenerationConfig.from_pretrained(directory)
-    except PublishError as error:
-        yield str(error)
+            GenerationConfig.from_pretrained(directory)

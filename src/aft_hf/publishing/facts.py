@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..loading import load
-from ..reading import UnreadableError, read_json, read_safetensors_header
+from ..reading import read_json
 from .errors import PublishError
 
 
 # Files of the training loop and of Trainer.
-RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
+RESULTS, TRAINER_RESULTS = "results.json", "all_results.json"
 
 # Endings of the names of results; all other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
@@ -115,12 +117,12 @@ def section(values: Any, *keys: str) -> dict[str, Any]:
 def _count_parameters(directory: Path) -> int | None:
     """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
     count = 0
-    for path in sorted(directory.glob("model*.safetensors")):
+    for path in directory.glob("model*.safetensors"):
         try:
-            header = read_safetensors_header(path)
-        except UnreadableError:
+            with safe_open(path, "pt") as file:
+                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except (SafetensorError, OSError):
             return None  # the checks report it
-        count += sum(math.prod(tensor.shape) for tensor in header.values())
     return count or None
 
 
@@ -156,17 +158,13 @@ def _read_results(results: dict[str, Any], facts: Facts) -> None:
 
 
 def _read_trainer(directory: Path, facts: Facts) -> None:
-    """Read the files of transformers' Trainer: all_results.json and trainer_state.json."""
+    """Read the results of transformers' Trainer: all_results.json."""
     for name, value in _flat(read_object(directory / TRAINER_RESULTS)):
         split, metric = _split_of(name)
         if _is_number(value) and _is_result(metric) and split is not None:
             facts.results.append(Fact(metric, value, TRAINER_RESULTS, split))
         elif _is_number(value):
             facts.training.append(Fact(name, value, TRAINER_RESULTS))
-    state = read_object(directory / TRAINER_STATE)
-    for name in ("global_step", "train_batch_size", "best_metric"):
-        if _is_number(state.get(name)):
-            facts.training.append(Fact(name, state[name], TRAINER_STATE))
 
 
 def _conversion(report: ConversionReport) -> dict[str, Any]:
@@ -182,7 +180,8 @@ def _conversion(report: ConversionReport) -> dict[str, Any]:
             f"divergence {done['divergence']:.3f} nats)."
         )
     counts = [(status, len(each), sum(each)) for status, each in sizes.items()]
-    return {"source": report.source, "counts": counts, "has_new": "new" in sizes, "distillation": sentence}
+    has_new = "new" in sizes and sentence is None
+    return {"source": report.source, "counts": counts, "has_new": has_new, "distillation": sentence}
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,6 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..conversion.saving import MANIFEST_NAME
 from .errors import PublishError
 
 
@@ -13,7 +12,6 @@ LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "lo
 LEFT_OUT += ["_run"]  # the lock of a training run: `training.ownership`
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
-LEFT_OUT += [MANIFEST_NAME]
 
 
 def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
@@ -33,10 +31,9 @@ def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
     return sorted(kept), sorted(left_out)
 
 
-def files_by_name(*directories: Path) -> dict[str, Path]:
-    """Return the files to publish by their name on the Hub. Later directories replace files of earlier ones."""
-    found = {path.relative_to(each).as_posix(): path for each in directories for path in files_to_upload(each)[0]}
-    return dict(sorted(found.items()))
+def files_by_name(directory: Path) -> dict[str, Path]:
+    """Return the files to publish by their name on the Hub."""
+    return {path.relative_to(directory).as_posix(): path for path in files_to_upload(directory)[0]}
 
 
 def misplaced_files(directory: Path) -> list[str]:
@@ -60,15 +57,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _misplacement(path: Path, directory: Path) -> str | None:
-    if path.is_symlink():
-        target = Path(os.path.realpath(path))
-        if not target.exists():
-            return f"is a broken link to {os.readlink(path)}; remove it"
-        if not target.is_relative_to(os.path.realpath(directory)):
-            return f"is a link to {target}, outside the folder; replace it with a copy to publish the file"
-        inside = target.relative_to(os.path.realpath(directory))
-        if any(map(_is_hidden, inside.parts)):
-            return f"is a link to the hidden file {inside.as_posix()}; replace it with a copy to publish the file"
-        if target.is_dir():
-            return "is a link to a folder; replace it with a copy to publish the files"
+    target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
+    is_inside = target.is_relative_to(folder) and not any(map(_is_hidden, target.relative_to(folder).parts))
+    if path.is_symlink() and not (is_inside and target.is_file()):
+        return f"is a link to {target}, which is no file that is published; replace it with a copy to publish it"
     return None if path.is_file() else "is not a regular file; remove it"

@@ -11,19 +11,20 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint import CheckpointException
 
 from ..data.atomic_files import UNFINISHED, remove_unfinished, unfinished
+from ..data.checksums import sha256
 from ..reading import UnreadableError, first_line
-from .manifest import MANIFEST, Manifest, file_checksum, read_manifest, write_manifest
+from .manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
-PREFIX, ASIDE = "step-", "set-aside-"
-STEP = re.compile(rf"({ASIDE})?{PREFIX}([0-9]{{9,}})")
+STEP = re.compile("step-([0-9]{9,})")
+ASIDE = "set-aside-"
 
 
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/step-000000123`.
 
-    A checkpoint is written in a temporary directory, with a manifest of the sizes and checksums of its files, and then
+    A checkpoint is written in a temporary directory, with a manifest of the checksums of its files, and then
     renamed. However the process ends, a directory with the final name is complete; damage after that is detected.
     No checkpoint is removed or renamed before another one has been written or loaded.
 
@@ -42,7 +43,7 @@ class Checkpoints:
         Raises:
             OSError: the checkpoint cannot be written. It is then removed, and earlier checkpoints stay as they are.
         """
-        target = self.directory / f"{PREFIX}{step:09d}"
+        target = self.directory / f"step-{step:09d}"
         aside = self.directory / UNFINISHED
         is_main = self.accelerator.is_main_process
         try:
@@ -54,7 +55,8 @@ class Checkpoints:
                     _seal(aside, {"step": step, **state})
                     os.replace(aside, target)
                     _sync(self.directory)
-                    self._remove_old()
+                    for _, old in self.steps()[self.keep :]:
+                        shutil.rmtree(old)
         # On a full disk, PyTorch and safetensors raise errors of their own types.
         except (Exception, CheckpointException) as error:
             last = next(iter(self.steps()), None)
@@ -68,8 +70,8 @@ class Checkpoints:
 
     def steps(self) -> list[tuple[int, Path]]:
         """Return all checkpoints with their steps, the newest first."""
-        found = [(step_of(path), path) for path in self.directory.glob(f"{PREFIX}*") if path.is_dir()]
-        return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+        found = [(STEP.fullmatch(path.name), path) for path in self.directory.glob("step-*") if path.is_dir()]
+        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why."""
@@ -93,15 +95,9 @@ class Checkpoints:
             self.accelerator.step = 0
         except UnsafeCheckpointError:
             raise
-        # DeepSpeed raises errors of its own types, for example for another number of processes.
         except (Exception, CheckpointException) as error:
             reason = first_line(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
-
-    def remove_partial(self) -> None:
-        """Remove what a killed process left of a checkpoint; only one run at a time writes to a directory."""
-        if self.accelerator.is_main_process:
-            remove_unfinished(self.directory)
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints beyond `step`, the step from which the run resumes.
@@ -114,66 +110,42 @@ class Checkpoints:
             for number, path in self.steps():
                 if number > step:
                     aside = path.with_name(f"{ASIDE}{path.name}")
-                    if is_own(aside):
-                        shutil.rmtree(aside)
+                    shutil.rmtree(aside, ignore_errors=True)
                     os.replace(path, aside)
                     self.accelerator.print(f"{path} is renamed to {aside}: the run resumes before it")
         self.accelerator.wait_for_everyone()
 
-    def _remove_old(self) -> None:
-        for _, path in self.steps()[self.keep :]:
-            if (path / MANIFEST).is_file() and is_own(path):  # otherwise, it may be something else
-                # A partially removed directory must not look like a checkpoint.
-                os.replace(path, self.directory / UNFINISHED)
-                remove_unfinished(self.directory)
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint, None if the name has none."""
-    match = STEP.fullmatch(path.name)
-    return None if match is None or match[1] else int(match[2])
-
-
-def is_own(path: Path) -> bool:
-    """Return whether a path is a directory, not a link, with the name of a checkpoint, complete or not."""
-    named = STEP.fullmatch(path.name) is not None or path.name == UNFINISHED
-    return named and path.is_dir() and not path.is_symlink()
-
 
 def remove_checkpoints(directory: Path) -> None:
     """Remove the checkpoints, complete or not, from a directory; everything else stays."""
-    for path in filter(is_own, directory.iterdir() if directory.is_dir() else ()):
-        shutil.rmtree(path, ignore_errors=True)
+    remove_unfinished(directory)
+    for path in directory.glob("*step-*"):
+        if STEP.fullmatch(path.name.removeprefix(ASIDE)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def find_damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, None if it is complete.
 
-    Every file must have the size and checksum recorded in the manifest. The manifest must match its own checksum, and
-    its step that of the checkpoint's name.
+    The manifest must match its own checksum, and every other file the one recorded in the manifest.
     """
     try:
         manifest = read_manifest(path)
     except UnreadableError as error:
         return str(error)
-    if step_of(path) not in (None, manifest.step):
-        return f"{MANIFEST} belongs to step {manifest.step}"
     for name, expected in manifest.files.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if file_checksum(path / name) != expected:
-            return f"{name} does not match its checksum"
+        if sha256(path / name) != expected:
+            return f"{name} does not match its checksum" if (path / name).exists() else f"{name} is missing"
     return None
 
 
 def _seal(directory: Path, state: dict[str, Any]) -> None:
     """Flush all files of a checkpoint to the disk, then write its manifest."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    for path in files:
-        _sync(path)
-    sums = {str(path.relative_to(directory)): file_checksum(path) for path in files}
+    sums = {str(path.relative_to(directory)): sha256(path) for path in files}
     write_manifest(directory, Manifest(**state, files=sums))
-    _sync(directory / MANIFEST)
+    for path in (*files, directory / MANIFEST):
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

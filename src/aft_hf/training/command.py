@@ -42,7 +42,6 @@ in_model, in_data, in_training = (
     partial(typer.Option, rich_help_panel=name) for name in ("Model", "Data", "Training")
 )
 in_distillation = partial(typer.Option, rich_help_panel="Distillation")
-in_extras = partial(typer.Option, rich_help_panel="Averaging and adapters")
 # Options of `TrainingArguments` that the help lists.
 LISTED = ["output_dir", "do_train", "do_eval", "num_train_epochs", "max_steps", "learning_rate"]
 LISTED += ["per_device_train_batch_size", "resume_from_checkpoint"]
@@ -50,24 +49,20 @@ LISTED += ["per_device_train_batch_size", "resume_from_checkpoint"]
 
 def finetune_command(
     context: typer.Context,
-    model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT, a GPT-2 ...")] = None,
+    model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT ...")] = None,
     revision: Annotated[str, in_model(help="Branch, tag or commit on the Hub.")] = "main",
     trust_remote_code: Annotated[bool, in_model("--trust-remote-code", help="Run code of the model.")] = False,
-    attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT, GPT-2 ...: sdpa, eager ...")] = None,
-    train: Annotated[str | None, in_data(help="Training data: a folder of images, or a file.")] = None,
-    validation: Annotated[str | None, in_data(help="Validation data: a folder of images, or a file.")] = None,
-    validation_share: Annotated[float, in_data(help="Share held out without --validation. 0: none.")] = 0.05,
+    attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT: sdpa, eager ...")] = None,
+    train: Annotated[str | None, in_data(help="Training data: a folder of images, or a parquet file.")] = None,
+    validation: Annotated[str | None, in_data(help="Validation data, as for --train.")] = None,
+    validation_share: Annotated[float, in_data(min=0, max=0.99, help="Share to hold out. 0: none.")] = 0.05,
     dataset_name: Annotated[str | None, in_data(help="Instead: a dataset of the Hub, or a local one.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
-    max_train_samples: Annotated[int | None, in_data(help="Train on the first images or blocks only.")] = None,
-    max_eval_samples: Annotated[int | None, in_data(help="Evaluate the first images or blocks only.")] = None,
+    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on the first images only.")] = None,
+    max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate the first images only.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
-    text_column: Annotated[str, in_data(help="Column of the texts.")] = "text",
-    block_size: Annotated[int | None, in_data(help="Tokens per block. Default: the model's, at most 1024.")] = None,
     augmentation: Annotated[str, in_data(help="Of images: none, shift, crop or resized_crop.")] = "none",
-    mixup: Annotated[float, in_data(help="Alpha of mixup, 0.8 in DeiT. 0: none.")] = 0.0,
-    cutmix: Annotated[float, in_data(help="Alpha of CutMix, 1 in DeiT. 0: none.")] = 0.0,
     output_dir: Annotated[str | None, in_training(help="Output directory.")] = None,
     do_train: Annotated[bool, in_training("--do-train", help="Train.")] = False,
     do_eval: Annotated[bool, in_training("--do-eval", help="Evaluate at the end.")] = False,
@@ -83,11 +78,8 @@ def finetune_command(
     distillation: Annotated[str, in_distillation(help="Loss, as in DeiT: soft or hard.")] = "soft",
     distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
     distillation_temperature: Annotated[float, in_distillation(help="Temperature of soft distillation.")] = 3.0,
-    ema_decay: Annotated[float | None, in_extras(help="Decay of an average of the weights, which is saved.")] = None,
-    lora_rank: Annotated[int, in_extras(help="Train LoRA of q, k, v, o, and the classifier only. 0: all.")] = 0,
-    lora_alpha: Annotated[float, in_extras(help="Scale of the adapters: alpha / rank.")] = 16.0,
 ) -> dict[str, float]:
-    """Fine-tune an AFT, or any model of transformers, on labeled images or on text.
+    """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 
     All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
     """
@@ -128,6 +120,7 @@ def evaluate_command(
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
+    import torch
     from datasets import DatasetDict
     from rich.table import Table
     from transformers import (
@@ -148,10 +141,9 @@ def evaluate_command(
         evaluate_language_model,
         is_image_classifier,
         own_block_size,
-        usable_device,
     )
 
-    place = usable_device(device)
+    place = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     dataset = load_local(data)
     if max_samples is not None:
         dataset = dataset.take(min(max_samples, len(dataset)))

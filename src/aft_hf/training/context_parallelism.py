@@ -37,9 +37,7 @@ class ContextParallelGroup:
         if processes % size:
             raise ValueError(f"context_parallel={size} does not divide the {processes} processes: change one of them")
         if size > 1 and (recipe.task == "images" or recipe.compile):
-            wanted = "compile=False" if recipe.compile else "a task of sequences, 'bytes', 'tokens' or 'pixels'"
-            given = "compile=True" if recipe.compile else f"task={recipe.task!r}"
-            raise ValueError(f"context_parallel={size} needs {wanted}, got {given}")
+            raise ValueError(f"context_parallel={size} needs compile=False and a task of sequences, not images")
         index, rank = divmod(state.process_index, size)
         group = None
         if size > 1:  # every process must take part in creating every group

@@ -25,28 +25,17 @@ from transformers.utils import logging
 
 from ..conversion.resizing import adapt_to_image_size
 from ..data.bytes import IGNORED, Windows
-from ..data.classes import are_names, order_by_class_number, shortened
+from ..data.classes import are_names, shortened
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.samples import RowSamples
 from ..data.text import TOKEN_DTYPE, read_texts
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import first_line
-from .metrics import accuracy_and_loss, bits_per_token
+from .metrics import accuracy_and_loss, code_length
 
 
 logger = logging.get_logger(__name__)
-
-
-def usable_device(name: str | None) -> torch.device:
-    """Return the device `name`, if it can be used here; by default the accelerator, else the CPU."""
-    if name is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        torch.zeros(1, device=name).item()  # which the meta device refuses
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--device {name} cannot be used here: {first_line(error)}") from error
-    return torch.device(name)
 
 
 def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -88,7 +77,6 @@ def evaluate_classifier(
         stretch_kernels, enlarge_patches: False keeps the kernels or the patch size of an AFT-conv as trained. They
             then cover another part of the image.
         batch_size: images per forward pass.
-        image_column, label_column: names of the columns in the dataset.
 
     Raises:
         ValueError: the data has classes that the model does not have.
@@ -98,7 +86,7 @@ def evaluate_classifier(
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
         processor = resized_processor(processor, image_size)
     labels: Any = model.config.id2label
-    names, numbers = [labels[number] for number in range(len(labels))], None
+    names = [labels[number] for number in range(len(labels))]
     given = class_names(dataset, label_column)
     if set(given) <= set(names):
         numbers = class_numbers(dataset, label_column, names)
@@ -111,7 +99,9 @@ def evaluate_classifier(
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
     else:
         logger.warning(f"classes are matched by number: the data has {shortened(given)}, the model {shortened(names)}")
-        numbers = class_numbers(dataset, label_column, order_by_class_number(given, len(names)))
+        # Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
+        known = given if are_names(given) else [str(number) for number in range(len(names))]
+        numbers = class_numbers(dataset, label_column, known)
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}
@@ -168,7 +158,6 @@ def evaluate_language_model(
         stride: tokens from the start of one block to the start of the next. The others, `block_size - stride`, are
             only context. Default: `block_size`.
         batch_size: blocks per forward pass.
-        text_column: name of the text column in the dataset.
 
     Raises:
         ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.
@@ -183,9 +172,11 @@ def evaluate_language_model(
             inputs, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
             logits = model(input_ids=inputs, use_cache=False).logits.float().transpose(1, 2)
             losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
-            found.append((losses.flatten().cpu(), batch["labels"].flatten()))
-    result = bits_per_token(*map(torch.cat, zip(*found)))
-    return {"bits_per_byte": result["bits_per_token"] * len(tokens) / num_bytes, **result}
+            found.append((losses.double().sum(1).cpu(), (batch["labels"] != IGNORED).sum(1, keepdim=True)))
+    nats, counts = map(torch.cat, zip(*found))
+    bits = code_length(nats, counts, ["token"])["bits_per_token"]
+    perplexity = torch.tensor(bits).exp2().item()  # infinite for a diverged model
+    return {"bits_per_byte": bits * len(tokens) / num_bytes, "bits_per_token": bits, "perplexity": perplexity}
 
 
 def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[np.ndarray, int]:
@@ -204,7 +195,4 @@ def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str)
             f"the tokenizer does not reproduce {changed} of {len(dataset)} texts (as if it lowercases): "
             "what it drops costs no bits, so do not compare bits_per_byte with that of another tokenizer"
         )
-    joined = np.asarray(tokens, dtype=TOKEN_DTYPE)
-    if special := int(np.isin(joined, tokenizer.all_special_ids).sum()):
-        logger.warning(f"the text has {special} special tokens: each is scored as a single token")
-    return joined, num_bytes
+    return np.asarray(tokens, dtype=TOKEN_DTYPE), num_bytes

@@ -1,9 +1,7 @@
-"""A Trainer for AFT models: a separate learning rate for position biases, and optional distillation, augmentation,
-mixup, CutMix and EMA of the weights."""
+"""A Trainer for AFT models: a separate learning rate for position biases, and optional distillation and
+augmentation."""
 
-import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,21 +9,17 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..configuration_aft import AFTConfig, pair
 from ..data.atomic_files import move_into
 from ..data.classes import are_names, shortened
-from ..data.classification import mix_batch
 from ..loading import load_trained
 from ..publishing import write_card
 from ..reading import Document, first_line
 from .distillation import distillation_loss
-from .optimization import averaged, keep_average, parameter_groups, swap_average
-from .tasks import regularization
+from .optimization import parameter_groups
 
 
 logger = logging.get_logger(__name__)
@@ -51,18 +45,13 @@ class FineTuner(Trainer):
         teacher: a ViT or DeiT with the same classes, whose logits enter the training loss (`distillation_loss`). It
             receives the pixel values of the model, so both need the same normalization.
         distillation: keyword arguments of `distillation_loss`.
-        mixup, cutmix: alpha of the Beta distributions of mixup and CutMix, 0 to turn them off. Each training batch is
-            mixed with itself in reverse order (`mix_batch`), and the loss is the cross entropy with the mixed labels.
-        ema_decay: decay of an exponential moving average of the weights (`keep_average`); None keeps no average.
-            Evaluations during training use the averaged weights, and the trained model has them.
         **options: arguments of `Trainer`.
 
     Raises:
-        ValueError: the teacher has other classes or numbers them differently, a value is out of range, or options
-            exclude each other.
+        ValueError: the teacher has other classes or numbers them differently.
     """
 
-    model: Any  # a PreTrainedModel, possibly wrapped by PEFT
+    model: Any
 
     def __init__(
         self,
@@ -71,45 +60,16 @@ class FineTuner(Trainer):
         augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
         teacher: PreTrainedModel | None = None,
         distillation: dict[str, Any] | None = None,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        ema_decay: float | None = None,
         **options: Any,
     ):
         super().__init__(**options)
-        config = self.model.config
-        self.position_bias_scale, self.augment, self.ema_decay = position_bias_scale, augment, ema_decay
-        self.teacher, self.distillation, self.mixing = teacher, distillation or {}, {"mixup": mixup, "cutmix": cutmix}
-        self._averaged: torch.optim.Optimizer | None = None  # the optimizer that keeps an average
-        multiplier = getattr(config, "position_bias_multiplier", 1.0)
-        if position_bias_scale > 1 and multiplier > 1:
-            logger.warning(
-                f"position_bias_scale={position_bias_scale:g} raises the learning rate of position biases, which the "
-                f"model's position_bias_multiplier={multiplier:g} already does: leave out position_bias_scale"
-            )
-        for name, alpha in self.mixing.items():
-            if not 0 <= alpha < math.inf:
-                raise ValueError(f"{name} must be the alpha of a Beta distribution, or 0 for no mixing, got {alpha}")
-        if (mixup or cutmix) and config.problem_type not in (None, "single_label_classification"):
-            raise ValueError(f"mixup and cutmix need one class per image, not problem_type={config.problem_type!r}")
-        if ema_decay is not None and not 0 < ema_decay < 1:
-            raise ValueError(f"ema_decay must be in (0, 1), got {ema_decay}")
-        if ema_decay is not None and (self.is_deepspeed_enabled or self.args.load_best_model_at_end):
-            raise ValueError(
-                "ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own, nor with "
-                "load_best_model_at_end, since checkpoints contain the weights that are not averaged"
-            )
-        if teacher is not None or mixup or cutmix:
+        self.position_bias_scale, self.augment = position_bias_scale, augment
+        self.teacher, self.distillation = teacher, distillation or {}
+        if teacher is not None:
             # The loss is then a mean over the micro-batch, which Trainer must scale when it accumulates gradients.
             self.model_accepts_loss_kwargs = False
-        if teacher is not None:
             _require_same_classes(teacher, self.model)
             teacher.eval().requires_grad_(False).to(self.args.device)
-        if self.label_smoother is not None and getattr(config, "position_bias_entropy_weight", 0) > 0:
-            raise ValueError(
-                "label_smoothing_factor replaces the model's own loss, including the term of "
-                "position_bias_entropy_weight: set one of the two to 0"
-            )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer named by `args.optim`, with the groups of `parameter_groups`."""
@@ -123,17 +83,7 @@ class FineTuner(Trainer):
             )
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(groups, **options)
-        if self.ema_decay is not None and self._averaged is not self.optimizer:
-            keep_average(self.optimizer, self.ema_decay)
-            self._averaged = self.optimizer
         return self.optimizer
-
-    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
-        """Train as Trainer does; with `ema_decay`, the model has its averaged weights in the end."""
-        output = super().train(*arguments, **options)
-        if self.ema_decay is not None:
-            swap_average(_inner(self.optimizer), self.model_wrapped)
-        return output
 
     def compute_loss(
         self,
@@ -142,27 +92,14 @@ class FineTuner(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return Trainer's loss, in training with augmentation, mixing and distillation as configured."""
+        """Return Trainer's loss, in training with augmentation and distillation as configured."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
-        if any(self.mixing.values()) and model.training:
-            loss, outputs, inputs = self._mixed_loss(model, inputs)
-        else:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.teacher is not None and model.training:
             teacher_logits = self._teacher_logits(inputs["pixel_values"])
             loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
         return (loss, outputs) if return_outputs else loss
-
-    def _mixed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any, dict[str, Any]]:
-        """Return the loss on mixed images, the outputs of the model, and its inputs."""
-        targets = F.one_hot(inputs["labels"], self.model.config.num_labels).float()
-        pixels, targets = mix_batch(inputs["pixel_values"], targets, **self.mixing)
-        inputs = {**inputs, "pixel_values": pixels}
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        smoothing = self.args.label_smoothing_factor
-        loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=smoothing)
-        return loss + regularization(self.model, outputs), outputs, inputs
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
@@ -186,13 +123,8 @@ class FineTuner(Trainer):
         return True
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Evaluate as Trainer does, during training with the averaged weights if there are any.
-
-        The random state of the CPU is restored afterwards, so that evaluations do not change the training.
-        """
-        during_training = self.ema_decay is not None and self.is_in_train
-        weights = averaged(_inner(self.optimizer), self.model_wrapped) if during_training else nullcontext()
-        with torch.random.fork_rng(devices=[]), weights:
+        """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
+        with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
@@ -229,28 +161,14 @@ class FineTuner(Trainer):
             return teacher(pixel_values.to(teacher.dtype), interpolate_pos_encoding=other_size).logits
 
 
-def _inner(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """Return the optimizer itself, without the wrapper of Accelerate."""
-    assert optimizer is not None
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     if teacher.base_model is teacher:
         raise ValueError(
             f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
         )
     theirs, ours = (list((model.config.id2label or {}).values()) for model in (teacher, student))
-    if len(theirs) != len(ours):
-        raise ValueError(f"the teacher has {len(theirs)} classes, the model {len(ours)}: both need the same")
-    if theirs == ours:
-        return
-    if sorted(theirs) == sorted(ours):
-        raise ValueError(f"the teacher numbers the classes {theirs}, the model {ours}: both need the same order")
-    both = f"{shortened(theirs)}, the model {shortened(ours)}"
-    if are_names(theirs) and are_names(ours):
-        raise ValueError(
-            f"the teacher has the classes {both}: give a teacher with the same classes, or, if only the names differ, "
-            "set its id2label to the names of the model"
-        )
-    logger.warning(f"classes of the teacher and the model are matched by number: the teacher has {both}")
+    both = f"the teacher has the {len(theirs)} classes {shortened(theirs)}, the model {len(ours)}: {shortened(ours)}"
+    if len(theirs) != len(ours) or (theirs != ours and are_names(theirs) and are_names(ours)):
+        raise ValueError(f"{both}; both need the same in the same order: set id2label if only the names differ")
+    if theirs != ours:
+        logger.warning(f"classes of the teacher and the model are matched by number: {both}")

@@ -1,4 +1,4 @@
-"""Fine-tuning of an AFT, or of any model of transformers, on labeled images or on text: `aft-hf finetune`."""
+"""Fine-tuning of an AFT, or of any image classifier of transformers, on labeled images: `aft-hf finetune`."""
 
 import sys
 from collections.abc import Sequence
@@ -8,18 +8,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from datasets import DatasetDict, Image
-from peft import LoraConfig, get_peft_model
+from datasets import DatasetDict
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageClassification,
-    AutoTokenizer,
     HfArgumentParser,
     PreTrainedConfig,
     PreTrainedModel,
     TrainingArguments,
-    default_data_collator,
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
@@ -30,14 +26,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
-from ..data.loading import ImageColumn, hold_out, load_splits, require_column
+from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples
-from ..data.text import group_into_blocks
 from ..loading import load
-from ..reading import explained, read_json
-from .evaluation import is_image_classifier, own_block_size
+from ..reading import read_json
+from .evaluation import is_image_classifier
 from .fine_tuning import FineTuner, SavedState
-from .metrics import accuracy, bits_per_token, token_losses
+from .metrics import accuracy
 from .ownership import RUN, owned
 from .safe_loading import data_only
 from .tasks import first_rows
@@ -63,22 +58,21 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         options: the options of `finetune_command` by name.
         arguments: the options of Trainer.
     """
-    if any(count is not None and count < 1 for count in (options.max_train_samples, options.max_eval_samples)):
-        raise ValueError("--max-train-samples and --max-eval-samples must be at least 1")
-    with explained(f"the seed {arguments.seed} cannot be used; give a number below 2**32"):
-        set_seed(arguments.seed)
+    set_seed(arguments.seed)
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, options.model_name_or_path, **hub)
-    build = _classification if is_image_classifier(config) else _language_modeling
+    if not is_image_classifier(config):
+        raise ValueError(
+            f"{options.model_name_or_path}: is no image classifier; to train a language model further, give it as "
+            "model.pretrained of a recipe to aft-hf train"
+        )
     with arguments.main_process_first():
         splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
         if "train" not in splits and (arguments.do_train or "validation" not in splits):
             raise ValueError("there is no training data: give --train, or a dataset with a split named train")
-        model, parts = build(options, splits, config, hub)
+        model, parts = _classification(options, splits, config, hub)
     if arguments.do_eval and parts["eval_dataset"] is None:
         raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
-    if options.lora_rank:
-        model = _with_adapters(model, options)
 
     trainer = FineTuner(
         model=model,
@@ -90,9 +84,6 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
             "weight": options.distillation_weight,
             "temperature": options.distillation_temperature,
         },
-        mixup=options.mixup,
-        cutmix=options.cutmix,
-        ema_decay=options.ema_decay,
         **parts,
     )
     for callback in trainer.callback_handler.callbacks:
@@ -107,10 +98,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         trainer.log_metrics("eval", result)
         trainer.save_metrics("eval", result)
     if arguments.push_to_hub:
-        name = options.dataset_name
-        on_hub = [name] if name is not None and not Path(name).exists() else []
-        task = "image-classification" if build is _classification else "text-generation"
-        trainer.push_to_hub(tasks=task, dataset=on_hub, dataset_tags=on_hub)
+        trainer.push_to_hub()
     if arguments.do_train:
         _say(f"the model is in {arguments.output_dir}", arguments)
     return metrics
@@ -123,9 +111,8 @@ def _train(trainer: FineTuner, arguments: TrainingArguments) -> dict[str, float]
         if checkpoint is not None:
             read_json(Path(checkpoint, TRAINER_STATE_NAME), SavedState)
             # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
-            for name in (
-                () if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled else (OPTIMIZER_NAME, SCHEDULER_NAME)
-            ):
+            sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+            for name in () if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not Path(checkpoint, name).is_file():
                     raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
         with nullcontext() if checkpoint is None else data_only(Path(checkpoint)):
@@ -138,26 +125,15 @@ def _train(trainer: FineTuner, arguments: TrainingArguments) -> dict[str, float]
 
 
 def _checkpoint(arguments: TrainingArguments) -> str | None:
-    """The checkpoint to resume from: a given directory, or the newest one for `--resume_from_checkpoint true`.
-
-    Prints a line if a run begins at step 0 although there are checkpoints.
-    """
+    """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any."""
     wanted = str(arguments.resume_from_checkpoint)
-    if wanted.lower() not in ("none", "false", "true"):
-        return wanted
+    if wanted.lower() != "true":
+        return None if wanted.lower() in ("none", "false") else wanted
     # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
     states = Path(str(arguments.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
     newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    if wanted.lower() == "true":
-        return None if newest is None else str(newest)
-    if newest is not None:
-        _say(
-            f"begins at step 0, although {newest} exists: --resume-from-checkpoint true resumes from it, another "
-            "--output-dir keeps the two runs apart",
-            arguments,
-        )
-    return None
+    return None if newest is None else str(newest)
 
 
 def _say(message: str, arguments: TrainingArguments) -> None:
@@ -173,7 +149,7 @@ def _classification(
     require_column(splits, options.image_column, "--image-column")
     require_column(splits, options.label_column, "--label-column")
     names = class_names(splits.get("train", splits.get("validation")), options.label_column)
-    splits = first_rows(hold_out(_decoded(splits, options.image_column), options.validation_share), options)
+    splits = first_rows(hold_out(splits, options.validation_share), options)
     of_model: dict[Any, str] = config.id2label or {}
     if sorted(names) == sorted(of_model.values()):
         names = [of_model[number] for number in range(len(names))]  # in the order of the weights
@@ -203,58 +179,3 @@ def _classification(
         "augment": build_augmentation(options.augmentation, (height, width)),
         "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
     }
-
-
-def _decoded(splits: DatasetDict, column: str) -> DatasetDict:
-    """`splits` with a column of images, which may be bytes or paths in a file."""
-    if all(isinstance(dataset.features[column], Image) for dataset in splits.values()):
-        return splits
-    try:
-        return splits.cast_column(column, ImageColumn())
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(f"--image-column: {column!r} holds no images, and no bytes or paths of images") from error
-
-
-def _language_modeling(
-    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A language model, and the options of its Trainer."""
-    if options.teacher is not None or options.augmentation != "none" or options.mixup or options.cutmix:
-        raise ValueError("--teacher, --augmentation, --mixup and --cutmix are for image classifiers")
-    require_column(splits, options.text_column, "--text-column")
-    loading: dict[str, Any] = {"dtype": "float32", "attn_implementation": options.attn_implementation, **hub}
-    model = load(AutoModelForCausalLM, options.model_name_or_path, **loading)
-    tokenizer = load(AutoTokenizer, options.model_name_or_path, **hub)
-    block_size = options.block_size
-    if block_size is None:
-        block_size = min(1024, own_block_size(config, tokenizer))
-    blocks = DatasetDict()
-    for split, rows in splits.items():
-        with explained(f"the {split} data cannot be used"):
-            blocks[split] = group_into_blocks(rows, tokenizer, block_size, column=options.text_column)
-        if len(blocks[split]) == 0:
-            raise ValueError(f"the {split} text is shorter than one block of {block_size} tokens: give --block-size")
-    blocks = first_rows(hold_out(blocks, options.validation_share, shuffle=False), options)
-    return model, {
-        "train_dataset": blocks.get("train"),
-        "eval_dataset": blocks.get("validation"),
-        "processing_class": tokenizer,
-        "data_collator": default_data_collator,
-        "preprocess_logits_for_metrics": token_losses,
-        "compute_metrics": lambda p: bits_per_token(
-            torch.tensor(p.predictions).flatten(), torch.tensor(p.label_ids[:, 1:]).flatten()
-        ),
-    }
-
-
-def _with_adapters(model: PreTrainedModel, options: SimpleNamespace) -> PreTrainedModel:
-    """Add LoRA to the projections of the mixers; the classifier of images is trained without it."""
-    lora = LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        modules_to_save=["classifier"] if hasattr(model, "classifier") else None,
-    )
-    adapted: Any = get_peft_model(model, lora)
-    adapted.print_trainable_parameters()
-    return adapted

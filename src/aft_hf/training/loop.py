@@ -18,15 +18,13 @@ from tqdm import tqdm
 
 from ..analysis import draw_losses, save
 from ..data.atomic_files import move_into
-from ..data.order import Batches, GlobalBatches, steps_per_epoch
-from ..data.samples import StreamedSamples
-from ..data.streaming import StreamedBatches
+from ..data.order import GlobalBatches, steps_per_epoch
 from ..reading import first_line
 from .checkpoints import Checkpoints
 from .context_parallelism import ContextParallelGroup
 from .optimization import averaged
 from .ownership import owned
-from .recipe import ImageRowsData, Recipe
+from .recipe import Recipe
 from .records import Record, peak_memory, write_results
 from .setup import (
     build_accelerator,
@@ -66,64 +64,53 @@ class Run(Training):
         self.context_group = group = ContextParallelGroup.of(recipe, join_processes())
         micro_batch_size, self.accumulation = recipe.accumulation(group.groups)
         self.task = task = TASKS[recipe.task](recipe)
-        # The length of a stream is unknown; its recipe counts in steps, never in epochs.
-        count = None if isinstance(task.train, StreamedSamples) else len(task.train)
-        epoch = 0 if count is None else steps_per_epoch(count, recipe.global_batch_size)
+        epoch = steps_per_epoch(len(task.train), recipe.global_batch_size)
         self.total = recipe.steps or max(1, round((recipe.epochs or 0) * epoch))
         self.evaluate_every, self.save_every = recipe.evaluate_every or epoch, recipe.save_every or epoch
-        self.accelerator = build_accelerator(recipe, micro_batch_size, self.accumulation)
+        self.accelerator = build_accelerator(recipe, self.accumulation)
 
         torch.manual_seed(recipe.seed)
         model = task.build_model()
         group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
-        optimizer = build_adamw(model, recipe.optimizer, recipe.ema_decay)
+        optimizer = build_adamw(model, recipe)
         self.scheduler = build_scheduler(recipe, optimizer, epoch, self.total)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.accelerator.register_for_checkpointing(self.scheduler)
         self.checkpoints = Checkpoints(self.accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
         self.record = Record(self.accelerator, recipe.log_every)
         self.data = task.train.fingerprint()
-        self.step, position = resume(recipe, self.data, self.checkpoints, self.scheduler, self.record)
+        self.step = resume(recipe, self.data, self.checkpoints, self.record)
         if self.step > self.total:
             raise ValueError(
                 f"the checkpoint has {self.step} steps, the recipe only {self.total}: give more steps, or another "
                 "output_dir"
             )
 
-        sizes = (recipe.global_batch_size, micro_batch_size)
-        options: dict[str, Any] = {
-            "seed": recipe.seed,
-            "start": self.step,
-            "stop": self.total,
-            "process": group.index,
-            "processes": group.groups,
-            "repetitions": task.repetitions,
-        }
-        self.order: Batches
-        if isinstance(task.train, StreamedSamples):
-            assert isinstance(recipe.data, ImageRowsData)  # only datasets of images are streamed
-            buffer = recipe.data.shuffle_buffer
-            self.order = StreamedBatches(task.train.rows, *sizes, shuffle_buffer=buffer, position=position, **options)
-        else:
-            self.order = GlobalBatches(len(task.train), *sizes, **options)
+        order = GlobalBatches(
+            len(task.train),
+            recipe.global_batch_size,
+            micro_batch_size,
+            seed=recipe.seed,
+            start=self.step,
+            stop=self.total,
+            process=group.index,
+            processes=group.groups,
+            repetitions=task.repetitions,
+        )
         on_gpu = self.accelerator.device.type == "cuda"
         loading: dict[str, Any] = {"num_workers": recipe.data.workers, "pin_memory": on_gpu}
-        self.batches = iter(DataLoader(task.train, batch_sampler=self.order, **loading))
+        self.batches = iter(DataLoader(task.train, batch_sampler=order, **loading))
         self.evaluated = {
             split: self.accelerator.prepare_data_loader(DataLoader(dataset, micro_batch_size, **loading))
             for split, dataset in task.evaluated.items()
         }
-        samples = "a stream" if count is None else f"{count:,} samples, {epoch:,} steps in an epoch"
-        shared = f", where {group.size} processes that share each sample count as one" if group.size > 1 else ""
         self.accelerator.print(
-            f"{recipe.task}: {samples}, {self.total:,} steps; {self.parameters / 1e6:.2f} M parameters; a step is "
-            f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples){shared}"
+            f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {self.total:,} steps; "
+            f"{self.parameters / 1e6:.2f} M parameters; a step is "
+            f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples)"
         )
-        if self.is_done():
-            self.accelerator.print(
-                f"already complete: all {self.total:,} steps are done; the model is evaluated and saved again"
-            )
         self.model.train()
         self.record.lap()
 
@@ -195,13 +182,12 @@ class Run(Training):
             "record": self.record.state(),
             "recipe": self.recipe.model_dump(),
             "data": self.data,
-            "position": tuple(self.order.position(self.step)),
         }
 
     def check_weights(self) -> None:
         """Raise a ValueError before saving weights that are not finite: gradients can overflow when no loss does."""
-        names = ("_local_tensor", "ds_tensor")  # attributes of FSDP and DeepSpeed with the shard of this process
-        shards = [next((getattr(w, n) for n in names if hasattr(w, n)), w).detach() for w in self.model.parameters()]
+        # With FSDP, each process checks its own shard.
+        shards = [getattr(weight, "_local_tensor", weight).detach() for weight in self.model.parameters()]
         if not torch.stack([shard.isfinite().all() for shard in shards]).all():
             raise ValueError(
                 f"weights are not finite after step {self.step}, with learning rate {self.learning_rate:.3g}: "

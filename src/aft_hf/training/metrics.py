@@ -9,18 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from ..data.bytes import IGNORED
-
 
 def accuracy(scores: torch.Tensor, labels: torch.Tensor, top_k: Sequence[int] = (1,)) -> dict[str, float]:
-    """Return the share of samples whose label is among the k highest scores, for each k.
+    """Return the share of samples whose label, (n,), is among the k highest scores, (n, classes), for each k.
 
     Among equal scores, that of the first class counts as the highest, as with argmax.
-
-    Args:
-        scores: scores, (n, classes).
-        labels: class numbers, (n,).
-        top_k: the values of k.
     """
     ranking = scores.argsort(dim=1, descending=True, stable=True)  # the best class first
     hits = ranking == labels[:, None]
@@ -45,26 +38,3 @@ def code_length(nats: torch.Tensor, counts: torch.Tensor, units: Sequence[str]) 
     """
     bits = nats.double().sum().item() / math.log(2)
     return {f"bits_per_{unit}": bits / count for unit, count in zip(units, counts.sum(0).tolist())}
-
-
-def bits_per_token(nats: torch.Tensor, tokens: torch.Tensor) -> dict[str, float]:
-    """Return the mean code length in bits per token, and the perplexity, 2 to the power of that.
-
-    Args:
-        nats: losses, (n,).
-        tokens: tokens, (n,); a loss is ignored where the token is -100.
-    """
-    bits = nats.double()[tokens != IGNORED].mean() / math.log(2)
-    return {"bits_per_token": bits.item(), "perplexity": bits.exp2().item()}  # infinite for a diverged model
-
-
-def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token but the first in nats, (B, T - 1): small enough to keep, unlike the logits.
-
-    Args:
-        logits: logits (B, T, vocabulary), or a tuple that begins with them.
-        labels: labels (B, T), not shifted; the loss is 0 where they are -100.
-    """
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    logits, targets = logits[:, :-1].float().transpose(1, 2), labels[:, 1:]
-    return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)

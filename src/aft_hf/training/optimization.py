@@ -19,12 +19,7 @@ from ..mixers_aft import AFTMixer
 
 
 def parameter_groups(
-    model: nn.Module,
-    learning_rate: float,
-    *,
-    weight_decay: float = 0.0,
-    position_bias_scale: float = 1.0,
-    only_linear: bool = False,
+    model: nn.Module, learning_rate: float, *, weight_decay: float = 0.0, position_bias_scale: float = 1.0
 ) -> list[dict[str, Any]]:
     """Return parameter groups for any optimizer, with a separate learning rate for the position biases w.
 
@@ -36,21 +31,21 @@ def parameter_groups(
     Args:
         model: any model; a model without AFT mixers has no position biases.
         learning_rate: learning rate of all other parameters.
-        weight_decay: weight decay of parameters with two or more dimensions, except position biases.
+        weight_decay: weight decay of the weights of linear layers and convolutions, except weights that are shared
+            with an embedding.
         position_bias_scale: factor on the learning rate of the position biases, for models without a multiplier.
-        only_linear: whether weight decay acts on the weights of linear layers and convolutions only, except weights
-            that are shared with an embedding.
     """
     # The direct parameters of a mixer are those of w; its projections are submodules.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
     of_mixers = {id(parameter) for mixer in mixers for parameter in mixer.parameters(recurse=False)}
-    linear = linear_weights(model)
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D)
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
+    linear -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     position_biases: list[nn.Parameter] = []
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-        decays = id(parameter) in linear if only_linear else parameter.dim() > 1
-        kind = position_biases if id(parameter) in of_mixers else decayed if decays else plain
+        kind = position_biases if id(parameter) in of_mixers else decayed if id(parameter) in linear else plain
         kind.append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay, "lr": learning_rate},
@@ -60,23 +55,25 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def linear_weights(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of linear layers and convolutions, except weights shared with an embedding."""
-    linear = (nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D)
-    weights = {id(module.weight) for module in model.modules() if isinstance(module, linear)}
-    return weights - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-
-
-def build_optimizer(model: nn.Module, learning_rate: float, **options: Any) -> torch.optim.AdamW:
-    """Build AdamW with a separate learning rate for the position biases of AFT layers.
+def build_optimizer(
+    model: nn.Module,
+    learning_rate: float,
+    *,
+    weight_decay: float = 0.0,
+    position_bias_scale: float = 1.0,
+    **options: Any,
+) -> torch.optim.AdamW:
+    """Build AdamW with a separate learning rate for the position biases of AFT layers (see `parameter_groups`).
 
     Args:
         model: any model; a model without AFT mixers has no position biases.
         learning_rate: learning rate of all parameters except position biases.
-        **options: `weight_decay` of parameters with two or more dimensions, except position biases (default 0), and
-            `position_bias_scale`, a factor on the learning rate of the position biases (default 1).
+        weight_decay: weight decay of the weights of linear layers and convolutions.
+        position_bias_scale: factor on the learning rate of the position biases.
+        **options: other arguments of AdamW.
     """
-    return torch.optim.AdamW(parameter_groups(model, learning_rate, **options), lr=learning_rate)
+    scales = {"weight_decay": weight_decay, "position_bias_scale": position_bias_scale}
+    return torch.optim.AdamW(parameter_groups(model, learning_rate, **scales), lr=learning_rate, **options)
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -85,12 +82,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     Args:
         optimizer: an optimizer with a state for each parameter, such as AdamW.
         decay: the weight of the previous average in each update, in (0, 1).
-
-    Raises:
-        ValueError: `decay` is out of range.
     """
-    if not 0 < decay < 1:
-        raise ValueError(f"the decay of an average of weights must be in (0, 1), got {decay}")
     update_averages = get_ema_multi_avg_fn(decay)
 
     def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -110,15 +102,15 @@ def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Non
 
     Parameters without an average, such as all of them before the first step, stay unchanged.
     """
-    swap_average(optimizer, model)
+    _swap_average(optimizer, model)
     try:
         yield
     finally:
-        swap_average(optimizer, model)
+        _swap_average(optimizer, model)
 
 
 @torch.no_grad()
-def swap_average(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _swap_average(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Exchange the parameters with their averages; parameters without an average stay unchanged."""
     for parameter in _parameters(optimizer):
         average = optimizer.state[parameter].get("average")

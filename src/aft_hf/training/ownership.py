@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,10 +29,7 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
     a file besides the lock.
 
     The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
-    when that process ends, however it ends, so a killed run leaves no lock behind.
-
-    The `folders` that the run will write to are created and tested at once, so that it does not compute for hours
-    before its first checkpoint fails.
+    when that process ends, however it ends. The `folders` that the run will write to are created and tested at once.
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
@@ -50,9 +47,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
         yield
     finally:
         if lock.is_locked:
-            if not (directory / OWNER).is_symlink():
-                (directory / OWNER).unlink(missing_ok=True)
-            files = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+            (directory / OWNER).unlink(missing_ok=True)
+            files = [path for path in directory.rglob("*") if not path.is_dir()]
             if removes and files == [directory / LOCK]:
                 shutil.rmtree(directory, ignore_errors=True)
             lock.release()
@@ -62,8 +58,6 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
     """Acquire the lock, and record its owner; return why that is not possible, None if it is."""
     try:
         (directory / RUN).mkdir(parents=True, exist_ok=True)
-        if (directory / RUN).is_symlink():
-            raise OSError(f"{directory / RUN} is a link")
         lock.acquire()
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         with write_atomic(directory / OWNER) as file:
@@ -72,14 +66,10 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
     except Timeout:
-        return f"{directory} is in use by {_name_owner(directory)}: wait, or give another output directory"
+        owner = "another process"
+        with suppress(UnreadableError):  # it has not written its name yet
+            owner = shortened(read_text(directory / OWNER)) or owner
+        return f"{directory} is in use by {owner}: wait, or give another output directory"
     except OSError as error:
         return f"cannot write to {directory} ({first_line(error)})"
     return None
-
-
-def _name_owner(directory: Path) -> str:
-    try:
-        return shortened(read_text(directory / OWNER)) or "another process"
-    except UnreadableError:  # the owner has the lock, but has not written its name yet
-        return "another process"

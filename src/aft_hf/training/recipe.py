@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,7 +63,6 @@ class BytesData(Data):
 
     test: str | None = Field(None, description="Test data: a file.")
     text_column: str = Field("text", description="Column of the dataset with the texts.")
-    text_separator: str = Field("\n", description="Text between the texts of a dataset.")
     seq_len: Count = Field(1024, description="Predicted tokens (bytes) per sample.")
     eval_stride: Count | None = Field(None, description="New tokens per evaluated sample. null: seq_len, no overlap.")
 
@@ -78,8 +77,6 @@ class ImageRowsData(Data):
     """Datasets with an image in each row."""
 
     image_column: str = Field("image", description="Column of the images.")
-    streaming: bool = Field(False, description="Read rows during training, without a copy on the disk.")
-    shuffle_buffer: Count = Field(1000, description="Rows per shuffled block of a stream.")
 
 
 class PixelsData(ImageRowsData):
@@ -161,19 +158,15 @@ class Paper(Section):
 
 
 class Recipe(Section):
-    """The configuration of one training run; `aft-hf train --explain` lists the keys.
-
-    `model` holds fields of the model's config and either `architecture`, a `model_type` of transformers such as "aft",
-    or `pretrained`, a directory or Hub id to start from. Fields that follow from the data (vocabulary size, lengths,
-    labels) are filled in unless `model` sets them.
-    """
+    """The configuration of one training run; `aft-hf train --explain` lists the keys."""
 
     task: Literal["bytes", "tokens", "pixels", "images"] = Field(description="What is predicted.")
     notes: str = Field("", description="Values that the paper does not give, and reasons for the choice.")
     paper: Paper | None = None
     model: dict[str, Any] = Field(
         description="Either `architecture`, a model type of transformers such as aft, or `pretrained`, a directory or "
-        "Hub id; and fields of the model's config. Those that follow from the data may be left out."
+        "Hub id; and fields of the model's config. Those that follow from the data (vocabulary size, lengths, labels) "
+        "may be left out."
     )
     data: Data
     optimizer: Optimizer
@@ -194,7 +187,7 @@ class Recipe(Section):
     evaluate_every: Count | None = Field(None, description="Steps between evaluations. null: an epoch.")
     save_every: Count | None = Field(None, description="Steps between checkpoints. null: an epoch.")
     keep_checkpoints: Count = Field(2, description="How many of the newest checkpoints to keep.")
-    resume: str = Field("auto", description="auto: from the newest checkpoint; never; or the path of a checkpoint.")
+    resume: str | None = Field(None, description="Checkpoint to resume from. null: the newest in output_dir.")
     tracker: str | None = Field("tensorboard", description="Name of a tracker of Accelerate. null: no tracker.")
     output_dir: str = Field(description="Directory of the run. Default: outputs/FOLDER/NAME of the recipe's file.")
 
@@ -239,27 +232,11 @@ class TokensRecipe(BytesRecipe):
     data: TokensData
 
 
-class ImageRowsRecipe(Recipe):
-    """A recipe whose data may be streamed."""
-
-    data: ImageRowsData
-
-    @model_validator(mode="after")
-    def _no_epochs_of_a_stream(self) -> "ImageRowsRecipe":
-        warms_up_by_epochs = self.schedule.warmup_epochs is not None
-        if self.data.streaming and (warms_up_by_epochs or None in (self.steps, self.evaluate_every, self.save_every)):
-            raise complete_message(
-                "the length of an epoch is unknown with data.streaming: give steps, evaluate_every and save_every, "
-                "and the schedule's warmup_steps in place of warmup_epochs"
-            )
-        return self
-
-
-class PixelsRecipe(ImageRowsRecipe):
+class PixelsRecipe(Recipe):
     data: PixelsData = PixelsData()
 
 
-class ImagesRecipe(ImageRowsRecipe):
+class ImagesRecipe(Recipe):
     data: ImagesData = ImagesData()
 
 
@@ -324,9 +301,9 @@ def _type_of(kind: dict[str, Any]) -> str:
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
     """Load a recipe from a YAML file.
 
-    The file may name another recipe as `base`, relative to its folder, whose values it overrides; its own
-    `output_dir` also overrides that in the section `smoke` of the base. By default
-    `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file (outputs/smoke/... with `smoke`).
+    The file may name another recipe as `base`, relative to its folder, whose values it overrides. By default
+    `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file; with `smoke`, outputs/smoke/...,
+    unless the section `smoke` or an override names it.
 
     Args:
         path: the YAML file.
@@ -340,17 +317,16 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
     path = Path(path)
     values = _read(path, ())
     small = values.pop("smoke", None)
-    place = Path("outputs", path.resolve().parent.name, path.stem)
+    place = Path(path.resolve().parent.name, path.stem)
     if smoke:
         if not isinstance(small, dict):
             raise ValueError(f"{path}: --smoke needs a section `smoke` with overrides")
-        values = _merge(values, small)
-        place = Path("outputs", "smoke", path.resolve().parent.name, path.stem)
-    values.setdefault("output_dir", str(place))
+        values.pop("output_dir", None)
+        values, place = _merge(values, small), "smoke" / place
+    values.setdefault("output_dir", str("outputs" / place))
     for override in overrides:
         key, equals, value = override.partition("=")
-        parts = key.split(".")
-        if not equals or not all(parts) or len(parts) > DEEPEST:
+        if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
@@ -371,11 +347,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{path}: base={shown(base)} must be the path of a recipe, relative to this one")
     if (path.parent / base).resolve() in above:
         raise ValueError(f"{path}: base={base!r} leads back to the same recipe: bases must not be circular")
-    inherited = _read(path.parent / base, above)
-    small = inherited.get("smoke")
-    if "output_dir" in values and isinstance(small, dict):
-        small.pop("output_dir", None)  # the directory of the base
-    return _merge(inherited, values)
+    return _merge(_read(path.parent / base, above), values)
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -392,13 +364,14 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
         return kind.model_validate(dict(values))
     except ValidationError as error:
         keys = _entries(kind.model_json_schema())
-        raise ValueError(explain(error, lambda key: _suggestion(key, keys))) from None
+        others = "; aft-hf train --explain lists the keys"
+        raise ValueError(explain(error, lambda key: _suggestion(key, keys) or others)) from None
 
 
 def check_architecture(architecture: Any, **fields: Any) -> None:
     """Raise an error of pydantic unless transformers knows the architecture and its config has the fields."""
     if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
-        near = _suggestion(str(shown(architecture)), CONFIG_MAPPING.keys())
+        near = _suggestion(str(architecture), CONFIG_MAPPING.keys())
         raise complete_message(f"model.architecture={shown(architecture)} is not known to transformers{near}")
     config = CONFIG_MAPPING[architecture]
     known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
@@ -437,12 +410,6 @@ def _parse(text: str, source: str) -> Any:
         raise ValueError(f"{source}: not YAML that can be read: {described(error)}") from None
 
 
-def _nested(keys: list[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    return value
-
-
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
@@ -451,22 +418,16 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
             merged.pop(other, None)
     for key, value in more.items():
         first, *rest = str(key).split(".")
-        value, there = _nested(rest, value), merged.get(first)
+        for part in reversed(rest):
+            value = {part: value}
         if isinstance(value, Mapping):
+            there = merged.get(first)
             value = _merge(there if isinstance(there, Mapping) else {}, value)
         merged[first] = value
     return merged
 
 
-def _suggestion(key: str, keys: Collection[str]) -> str:
-    """Return '; did you mean ...?' with the known key of the same section that is closest to `key`, or up to 40 known
-    keys if none is close.
-    """
-    section, dot, name = key.rpartition(".")
-    inside = [each.removeprefix(section + dot) for each in keys if each.startswith(section + dot)]
-    # Among equally close names, always suggest the same one.
-    known = sorted({*inside, *(each.partition(".")[0] for each in inside)})
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"; did you mean {section}{dot}{near[0]}?"
-    return f"; known: {', '.join(known)}" if len(known) <= 40 else "; aft-hf train --explain lists the keys"
+def _suggestion(key: str, keys: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the key that is closest to `key`, or nothing if none is close."""
+    near = difflib.get_close_matches(key, sorted(keys), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

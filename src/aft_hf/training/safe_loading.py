@@ -1,22 +1,20 @@
 """Loading of checkpoints without running code from them.
 
-Accelerate, `torch.distributed.checkpoint` and DeepSpeed save optimizer states, random states and shard tables as
-pickles, which can name any function to be called while they are loaded. Here pickles may contain only tensors, numbers
-and the few types that these libraries need.
+Accelerate and `torch.distributed.checkpoint` save optimizer states, random states and shard tables as pickles, which
+can name any function to be called while they are loaded. Here pickles may contain only tensors, numbers and the few
+types that these libraries need.
 """
 
 import pickle  # nosec B403  # for an unpickler that refuses every name but a few
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from accelerate.utils import patch_environment
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import CheckpointException, metadata
 
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
@@ -25,21 +23,8 @@ SHARD_TABLE = ".metadata"  # plain pickle of `torch.distributed.checkpoint`; tab
 
 FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
-# All types that `torch.distributed.checkpoint` writes to a shard table.
+# All types in a shard table besides PyTorch's dtypes and the types that its module `metadata` defines.
 TABLE_TYPES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-}
-TABLE_TYPES |= {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "StorageMeta"),
     ("torch", "Size"),
@@ -48,7 +33,6 @@ TABLE_TYPES |= {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # in Python 3.13
 }
-TABLE_TYPES |= {("torch", str(value)[6:]) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class UnsafeCheckpointError(ValueError):
@@ -64,7 +48,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
     Raises:
         UnsafeCheckpointError: a file is not restricted to data, or is a symlink. No code from it has been run.
     """
-    with torch.serialization.safe_globals([*TORCH_SAFE_GLOBALS, *_deepspeed_types()]):
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         for path in sorted(checkpoint.rglob("*")):
             if path.is_symlink():  # its target may change after the check
                 raise UnsafeCheckpointError(f"{path} is not read: it is a symlink, which checkpoints never contain")
@@ -90,45 +74,31 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _check(path: Path) -> None:
     """Raise an UnsafeCheckpointError if a file is a pickle that contains more than data."""
-    named: list[str] = []
     try:
         if path.name.endswith(SHARD_TABLE):
             with path.open("rb") as file:
-                if not isinstance(_ShardTable(file, named).load(), Metadata):
+                if not isinstance(_ShardTable(file).load(), metadata.Metadata):
                     raise pickle.UnpicklingError("not a shard table")
         elif path.suffix in PICKLES and path.name not in NEVER_READ:
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            for name in sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+                raise UnsafeCheckpointError(name)
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle can raise any error
-        if not named:
-            raise UnsafeCheckpointError(f"{path} is not read: it is not a file of tensors and numbers") from error
-    if named:
+    except UnsafeCheckpointError as unsafe:
         raise UnsafeCheckpointError(
-            f"{path} is not read: it names {min(named)}, which could run code; a checkpoint may contain only tensors, "
+            f"{path} is not read: it names {unsafe}, which could run code; a checkpoint may contain only tensors, "
             "numbers and types that are known to be safe"
-        )
+        ) from None
+    except Exception as error:  # a damaged pickle can raise any error
+        raise UnsafeCheckpointError(f"{path} is not read: it is not a file of tensors and numbers") from error
 
 
 class _ShardTable(pickle.Unpickler):
-    """Unpickler of a shard table that stops at the first name not in `TABLE_TYPES` and appends it to `named`."""
-
-    def __init__(self, file: BinaryIO, named: list[str]):
-        super().__init__(file)
-        self.named = named
+    """Unpickler of a shard table that stops at the first name that is not among the types of such tables."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in TABLE_TYPES:
-            self.named.append(f"{module}.{name}")
-            raise pickle.UnpicklingError(f"{module}.{name}")
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        is_part = module == metadata.__name__ and getattr(vars(metadata).get(name), "__module__", None) == module
+        if not (is_dtype or is_part or (module, name) in TABLE_TYPES):
+            raise UnsafeCheckpointError(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-def _deepspeed_types() -> list[type]:
-    """Return the types that DeepSpeed saves besides tensors and numbers, none if it is not imported."""
-    if "deepspeed" not in sys.modules:
-        return []
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum]

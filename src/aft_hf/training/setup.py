@@ -1,23 +1,20 @@
 """Parts of a run that follow from its recipe: accelerator, optimizer and schedule; resuming from a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from transformers import PreTrainedModel, get_scheduler
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import flatten_dict
 
-from ..data.atomic_files import remove_unfinished
 from ..reading import explained
 from .checkpoints import Checkpoints, find_damage
 from .manifest import find_changes, read_manifest
-from .optimization import keep_average, parameter_groups
-from .recipe import Optimizer, Recipe, build_recipe
+from .optimization import build_optimizer, keep_average
+from .recipe import Recipe, build_recipe
 from .records import Record, portable
 
 
@@ -40,7 +37,7 @@ def join_processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) -> Accelerator:
+def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
     trackers = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     if recipe.tracker not in (None, *trackers):
@@ -56,15 +53,7 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
         project_dir=recipe.output_dir,
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        if recipe.ema_decay is not None:
-            raise ValueError("ema_decay does not work with DeepSpeed, whose optimizers keep a state of their own")
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = micro_batch_size
-        config["gradient_accumulation_steps"] = accumulation
-        config["gradient_clipping"] = recipe.max_grad_norm or 0.0  # DeepSpeed clips in its own step
-        # Otherwise transformers would build the model in shards, from other random numbers, and one process could not
-        # save it. `prepare` makes the shards.
-        unset_hf_deepspeed_config()
+        raise ValueError("recipes do not train with DeepSpeed: use FSDP2 (configs/accelerate/fsdp2.yaml)")
     if recipe.tracker is not None:
         # Trackers write files beside the model, which may be published: paths are reduced to file names.
         values = flatten_dict(portable(recipe.model_dump()))
@@ -75,9 +64,7 @@ def build_accelerator(recipe: Recipe, micro_batch_size: int, accumulation: int) 
 def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerator) -> None:
     """Apply the settings of a recipe to its model: gradient checkpointing, compilation, and shards by blocks."""
     if recipe.gradient_checkpointing:
-        # New releases of transformers deprecate the old name of this method; old releases lack the new name.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
         # By default FSDP wraps all classes in `_no_split_modules`. These include the embeddings, which Accelerate
@@ -88,22 +75,12 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
         model.compile()  # in place: the weights keep their names
 
 
-def build_adamw(model: torch.nn.Module, settings: Optimizer, ema_decay: float | None = None) -> torch.optim.AdamW:
-    """Build the optimizer of a recipe, whose weight decay acts on the weights of `linear_weights` only.
-
-    With `ema_decay`, it also keeps an average of the weights (`keep_average`).
-    """
-    groups = parameter_groups(
-        model,
-        settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        position_bias_scale=settings.position_bias_scale,
-        only_linear=True,
-    )
-    first, second = settings.betas
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(first, second), eps=settings.eps)
-    if ema_decay is not None:
-        keep_average(optimizer, ema_decay)
+def build_adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Build the optimizer of a recipe; with `ema_decay`, it also keeps an average of the weights (`keep_average`)."""
+    options = recipe.optimizer.model_dump(exclude={"name"})
+    optimizer = build_optimizer(model, **options | {"betas": tuple(options["betas"])})
+    if recipe.ema_decay is not None:
+        keep_average(optimizer, recipe.ema_decay)
     return optimizer
 
 
@@ -120,60 +97,35 @@ def build_scheduler(
         raise ValueError(f"schedule: {error}") from error
 
 
-def resume(
-    recipe: Recipe,
-    data: str,
-    checkpoints: Checkpoints,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    record: Record,
-) -> tuple[int, tuple[Any, ...]]:
-    """Load the checkpoint that the recipe asks for, after removing partial files of a killed process.
-
-    Returns the number of completed steps and the position of the sampler.
+def resume(recipe: Recipe, data: str, checkpoints: Checkpoints, record: Record) -> int:
+    """Load the checkpoint that the recipe asks for, if there is any, and return the number of completed steps.
 
     Raises:
-        ValueError: the checkpoint is damaged, or comes from another recipe or other data.
+        ValueError: the checkpoint is damaged, or comes from other data or from a recipe that differs in a key that is
+            not in `FREE_TO_CHANGE`.
     """
-    checkpoints.remove_partial()
-    if checkpoints.accelerator.is_main_process:
-        remove_unfinished(Path(recipe.output_dir))
-    if recipe.resume == "never":
-        if earlier := checkpoints.steps():
-            raise ValueError(
-                f"{earlier[0][1]} is from an earlier run, and resume=never: remove it, or give another output_dir"
-            )
-        return 0, ()
-    if recipe.resume == "auto":
+    if recipe.resume is None:
         path = checkpoints.newest()
     elif damage := find_damage(path := Path(recipe.resume)):
         raise ValueError(f"{path} is not a complete checkpoint: {damage}")
     if path is None:
         checkpoints.set_aside(0)
-        return 0, ()
+        return 0
     manifest = read_manifest(path)
-    check_same_run(recipe, manifest.recipe, path)
-    if manifest.data != data:
-        raise ValueError(
-            f"{path} was made with other training data: give the same data, or another output_dir for a new run"
-        )
-    checkpoints.load(path)
-    # Schedules are functions of the step; the checkpoint of the optimizer has their learning rates.
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    done = {"last_epoch": manifest.step, "_step_count": manifest.step + 1, "_last_lr": rates}
-    scheduler.load_state_dict(scheduler.state_dict() | done)
-    checkpoints.set_aside(manifest.step)
-    record.restore(manifest.record)
-    checkpoints.accelerator.print(f"resuming from {path}")
-    return manifest.step, manifest.position
-
-
-def check_same_run(recipe: Recipe, earlier: dict[str, Any], path: Path) -> None:
-    """Raise a ValueError if the recipe of a checkpoint differs in a key that is not in `FREE_TO_CHANGE`."""
     with explained(f"{path}: its recipe cannot be read"):
-        then = build_recipe(earlier)  # keys that are newer than the checkpoint take their defaults
-    for key, (old, new) in find_changes(then.model_dump(), recipe.model_dump()).items():
+        earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
+    for key, (old, new) in find_changes(earlier.model_dump(), recipe.model_dump()).items():
         if key not in FREE_TO_CHANGE:
             raise ValueError(
                 f"{path} was made with {key}={old!r}, and the recipe has {new!r}: "
                 "give the same value, or another output_dir for a new run"
             )
+    if manifest.data != data:
+        raise ValueError(
+            f"{path} was made with other training data: give the same data, or another output_dir for a new run"
+        )
+    checkpoints.load(path)
+    checkpoints.set_aside(manifest.step)
+    record.restore(manifest.record)
+    checkpoints.accelerator.print(f"resuming from {path}")
+    return manifest.step

@@ -2,10 +2,9 @@
 
 import signal
 import threading
-from abc import ABC, abstractmethod
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -15,25 +14,21 @@ from tqdm import tqdm
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Training(ABC):
+class Training(Protocol):
     """One training: its steps, and what happens in between. `take_steps` runs it."""
 
     accelerator: Accelerator
     step: int  # optimizer steps that are done
 
-    @abstractmethod
     def is_done(self) -> bool:
         """Return whether no step is left; all processes get the same value."""
 
-    @abstractmethod
     def progress_bar(self) -> tqdm:
         """Return a progress bar, which only the main process shows, and only in a terminal."""
 
-    @abstractmethod
     def update(self) -> None:
         """Take one optimizer step, and increase `step`."""
 
-    @abstractmethod
     def after_step(self, bar: tqdm, stops: bool) -> Path | None:
         """Report, evaluate and save as far as it is due; return a checkpoint of this step if there is one.
 
@@ -42,8 +37,9 @@ class Training(ABC):
             stops: whether the process is going to stop, so that a checkpoint is due.
         """
 
-    def close(self) -> None:  # noqa: B027  (by default there is nothing to free)
-        """Free what has to be freed before the process stops."""
+    def close(self) -> None:
+        """Free what has to be freed before the process stops; by default nothing."""
+        return None
 
 
 def take_steps(training: Training) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset as Rows
-from datasets import DatasetDict, IterableDatasetDict
-from datasets import IterableDataset as StreamedRows
+from datasets import DatasetDict
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
@@ -28,11 +26,11 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
 from ..data.bytes import IGNORED, Windows, split_bytes, starts_character
 from ..data.generated import GENERATED, draw_images, write_text
-from ..data.loading import hold_out, load_named, load_splits, local_files, require_column
+from ..data.loading import hold_out, load_named, load_splits, require_column
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
-from ..data.samples import Maker, RowSamples, StreamedEvaluation, StreamedSamples
+from ..data.samples import Maker, RowSamples
 from ..data.text import TOKEN_DTYPE, join_texts, tokenize_file
-from ..loading import load, read_image_processor
+from ..loading import load
 from ..reading import explained
 from .metrics import accuracy_and_loss, code_length
 from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
@@ -51,8 +49,8 @@ class Task(ABC):
     unit: str  # unit of the throughput
     units_per_sample: int = 1
     repetitions: int = 1  # consecutive copies of each sample
-    train: Windows | RowSamples | StreamedSamples
-    # Map-style or iterable datasets by split; the first is evaluated during training, all of them at the end.
+    train: Windows | RowSamples
+    # Datasets by split; the first is evaluated during training, all of them at the end.
     evaluated: dict[str, Dataset[Any]]
     config_values: dict[str, Any]  # fields of the model's config that follow from the data
     processor: Any = None  # tokenizer or image processor, saved with the model
@@ -248,15 +246,16 @@ class ImagesTask(Task):
         splits = read_rows(recipe)
         require_column(splits, data.label_column, "data.label_column")
         names = class_names(splits["train"], data.label_column)
-        columns: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
         self.processor = self._image_processor()
-        numbers = {split: class_numbers(rows, data.label_column, names) for split, rows in splits.items()}
-        makers: dict[str, Maker] = {
-            split: ImagePipeline(self.processor, numbers=numbers[split], **columns) for split in splits
-        }
-        crop: dict[str, Any] = {"crop_scale": augmentation.crop_scale, "seed": recipe.seed}
-        makers["train"] = TrainingImages(numbers["train"], size=data.image_size, **crop, **columns)
-        self.train, self.evaluated = build_samples(splits, data, makers, *columns.values())
+        makers: dict[str, Maker] = {}
+        for split, rows in splits.items():
+            labels: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
+            labels["numbers"] = class_numbers(rows, data.label_column, names)
+            if split == "train":
+                makers[split] = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **labels)
+            else:
+                makers[split] = ImagePipeline(self.processor, **labels)
+        self.train, self.evaluated = build_samples(splits, data, makers, data.image_column, data.label_column)
         options = augmentation.model_dump(exclude={"crop_scale", "repetitions"})
         self.augment = BatchAugmentation(len(names), self.processor.image_mean, self.processor.image_std, **options)
         self.repetitions = augmentation.repetitions
@@ -267,20 +266,18 @@ class ImagesTask(Task):
             "label2id": {name: i for i, name in enumerate(names)},
         }
 
-    def _image_processor(self) -> Any:
+    def _image_processor(self) -> ViTImageProcessorPil:
         """Build the image processor: resize, crop the center if `eval_crop_ratio` is below 1, and normalize."""
         data = self.recipe.data
-        side = round(data.image_size / data.eval_crop_ratio)
-        options: dict[str, Any] = {"size": {"height": side, "width": side}, "do_center_crop": False}
-        if data.eval_crop_ratio < 1:
-            crop = {"height": data.image_size, "width": data.image_size}
-            options = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": crop}
-        options |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
-        options |= {"image_mean": data.image_mean, "image_std": data.image_std}
-        source = self.recipe.model.get("pretrained")
-        if source is not None and read_image_processor(source):
-            return load(AutoImageProcessor, source, **options)
-        return ViTImageProcessorPil(**options)
+        crops, size = data.eval_crop_ratio < 1, {"height": data.image_size, "width": data.image_size}
+        return ViTImageProcessorPil(
+            size={"shortest_edge": round(data.image_size / data.eval_crop_ratio)} if crops else size,
+            resample=3,
+            do_center_crop=crops,
+            crop_size=size,
+            image_mean=data.image_mean,
+            image_std=data.image_std,
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
@@ -325,7 +322,7 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         with PartialState().local_main_process_first():
             for split, rows in splits.items():
                 with explained(f"data.dataset={data.dataset}: the {split} data cannot be used"):
-                    files[split] = join_texts(rows, data.text_column, data.text_separator)
+                    files[split] = join_texts(rows, data.text_column)
             return files
     if data.train is None:
         raise ValueError(
@@ -339,53 +336,39 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
     return files
 
 
-def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict | IterableDatasetDict:
+def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
     """Return the splits of the recipe's dataset; without a validation split, hold out 5 % of the training rows."""
     data = recipe.data
-    if data.dataset is None and data.train is None:
-        raise ValueError("no data: give data.train=FILE_OR_FOLDER, or data.dataset=ID of the Hub")
     if data.train == GENERATED:
         label_column = getattr(data, "label_column", "label")
-        drawn = {split: draw_images(split, data.image_column, label_column) for split in ("train", "validation")}
-        if data.streaming:
-            return IterableDatasetDict({split: rows.to_iterable_dataset() for split, rows in drawn.items()})
-        return DatasetDict(drawn)
-    options = {"streaming": data.streaming, "labeled": recipe.task == "images"}
-    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, **options)
+        splits = ("train", "validation")
+        return DatasetDict({split: draw_images(split, data.image_column, label_column) for split in splits})
+    labeled = recipe.task == "images"
+    splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, labeled=labeled)
     require_train(splits, data)
-    if data.streaming and "validation" not in splits:
-        raise ValueError("a held-out set cannot be taken from a stream: give validation data, or data.streaming=false")
     splits = hold_out(splits, 0.05)
     require_column(splits, data.image_column, "data.image_column")
     return splits
 
 
 def build_samples(
-    splits: DatasetDict | IterableDatasetDict, data: ImageRowsData, makers: Mapping[str, Maker], *columns: str
-) -> tuple[RowSamples | StreamedSamples, dict[str, Dataset[Any]]]:
+    splits: DatasetDict, data: ImageRowsData, makers: Mapping[str, Maker], *columns: str
+) -> tuple[RowSamples, dict[str, Dataset[Any]]]:
     """Return the training samples and those of the other splits, made by the maker of each split."""
-    rows = first_rows(splits, data)
-    training = rows.pop("train")
-    evaluation = StreamedEvaluation if data.streaming else RowSamples
-    evaluated: dict[str, Dataset[Any]] = {split: evaluation(rows[split], makers[split]) for split in rows}
-    if not data.streaming:
-        return RowSamples(training, makers["train"], columns), evaluated
-    files = [] if data.train == GENERATED else local_files(data.dataset, data.dataset_config, data.train)
-    return StreamedSamples(training, makers["train"], files), evaluated
+    samples = {split: RowSamples(rows, makers[split], columns) for split, rows in first_rows(splits, data).items()}
+    return samples.pop("train"), {**samples}
 
 
-def first_rows(splits: DatasetDict | IterableDatasetDict, limits: Any) -> dict[str, Rows | StreamedRows]:
+def first_rows(splits: DatasetDict, limits: Any) -> dict[str, Rows]:
     """Return the first rows of each split: up to `limits.max_train_samples`, or `limits.max_eval_samples`."""
-    first: dict[str, Rows | StreamedRows] = {}
+    first = {}
     for split, rows in splits.items():
         limit = limits.max_train_samples if split == "train" else limits.max_eval_samples
-        if limit is not None:
-            rows = rows.take(min(limit, len(rows)) if isinstance(rows, Rows) else limit)
-        first[split] = rows
+        first[split] = rows if limit is None else rows.take(min(limit, len(rows)))
     return first
 
 
-def require_train(splits: DatasetDict | IterableDatasetDict, data: Data) -> None:
+def require_train(splits: DatasetDict, data: Data) -> None:
     """Raise a ValueError if there is no training split."""
     if "train" not in splits:
         raise ValueError(f"there is nothing to train on: data.dataset={data.dataset} has no split 'train'")

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from ..caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
-from ..mixers_aft import AFTMixer
-from ..modeling_aft import AFTForCausalLM, AFTLayer
+from .caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
+from .mixers_aft import AFTMixer
+from .modeling_aft import AFTForCausalLM, AFTLayer
 
 
 STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, see `AFTLayerState`
