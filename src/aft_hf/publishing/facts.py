@@ -26,7 +26,7 @@ SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation
 # nothing to others, losses are drawn as a picture, and some keys have no influence on the model.
 NOT_LISTED = re.compile(
     r"(metrics|losses|evaluations|parameters|versions|recipe\.(model|notes|paper|output_dir|resume|tracker|\w+_every"
-    r"|keep_checkpoints)|recipe\.data\.(workers|\w+_column|text_separator|shuffle_buffer|train|validation|test))(\..*)?",
+    r"|keep_checkpoints)|recipe\.data\.(workers|\w+_column|train|validation|test))(\..*)?",
     re.DOTALL,  # keys may have line breaks
 )
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
