@@ -82,10 +82,12 @@ def test_of_16_bits_per_pixel_the_upper_8_are_kept(format, dtype):
     np.testing.assert_array_equal(np.array(open_image(content))[..., 1], values >> 8)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_pixels_whose_range_is_unknown_are_refused(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "tags"), [(np.int32, {}), (np.float32, {}), ("<u2", {262: 0})], ids=["int", "float", "0 for white"]
+)
+def test_pixels_whose_range_is_unknown_are_refused(dtype, tags):
     with pytest.raises(ImageError, match="save it with 8 bits per channel"):
-        open_image(encoded("TIFF", Image.fromarray(np.full((4, 6), 300, dtype))))
+        open_image(encoded("TIFF", Image.fromarray(np.full((4, 6), 300, dtype)), tiffinfo=tags))
 
 
 def test_the_largest_image_is_read(monkeypatch):

@@ -220,7 +220,7 @@ def test_what_a_visitor_gets_wrong_is_said_on_the_page(app, open_page, tmp_path)
     (tmp_path / "large.png").write_bytes(bytes(21 * 2**20))
     for name, told in (
         ("broken.png", "cannot be read as an image"),
-        ("many.png", "at most 67 million"),
+        ("many.png", "at most 67 million pixels are read"),
         ("large.png", "more than 20 MB"),
     ):
         upload(page, "#image-upload", tmp_path / name)

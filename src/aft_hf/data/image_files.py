@@ -9,6 +9,8 @@ from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 from ..reading import printable
 
@@ -20,7 +22,10 @@ SUFFIXES = frozenset(suffix for suffix, format in Image.registered_extensions().
 MAX_PIXELS = 2**26
 MAX_RATIO = 32  # of the sides: an image processor that resizes the shorter side may make the longer one huge
 MAX_BYTES = 8 * MAX_PIXELS  # of a file: that many pixels of four channels of 16 bits, without compression
-LIMITS = f"; at most {MAX_PIXELS / 1e6:.0f} million and sides of 1 to {MAX_RATIO} are read, make it smaller or crop it"
+LIMITS = (
+    f"; at most {MAX_PIXELS / 1e6:.0f} million pixels are read, and a longer side of at most {MAX_RATIO} times the "
+    "shorter one: make it smaller or crop it"
+)
 SYSTEM_NAMES = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")  # hold thumbnails and deleted files
 PARQUET = ".parquet"
 
@@ -120,7 +125,9 @@ def _decoded(file: BinaryIO | Path, name: str) -> Image.Image:
         if short * long > MAX_PIXELS or long > MAX_RATIO * short:
             raise ImageError(f"{name}: has {image.width} x {image.height} pixels{LIMITS}")
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I;16"):  # `convert` would clip all values at 255
+        tags = getattr(image, "tag_v2", {})  # of a TIFF, which can also have 12 bits per pixel, and 0 for white
+        is_plain = tags.get(BITS_PER_SAMPLE, (16,)) == (16,) and tags.get(PHOTOMETRIC_INTERPRETATION, 1) == 1
+        if image.mode.startswith("I;16") and is_plain:  # `convert` would clip all values at 255
             return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
         if image.mode.startswith(("I", "F")):
             raise ImageError(f"{name}: has unusual pixels (mode {image.mode}); save it with 8 bits per channel")
