@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification
-from aft_hf.data.json_files import write_json
+from aft_hf.data.atomic_files import write_json
 from aft_hf.data.loading import load_local
 from aft_hf.loading import load, load_trained
 from aft_hf.reading import read_json, reported

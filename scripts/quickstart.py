@@ -48,10 +48,10 @@ from aft_hf.progress import no_bars_in_logs
 from aft_hf.reading import reported
 from aft_hf.training import build_optimizer
 from aft_hf.training.checkpoints import remove_checkpoints
+from aft_hf.training.loop import join_processes
 from aft_hf.training.loop import train as train_recipe
 from aft_hf.training.ownership import owned
 from aft_hf.training.recipe import load_recipe
-from aft_hf.training.setup import join_processes
 
 
 app = typer.Typer(add_completion=False, help=__doc__)

@@ -20,8 +20,8 @@ from transformers import AutoConfig
 from aft_hf.benchmarking import machine
 from aft_hf.conversion import save_converted
 from aft_hf.conversion.deit import convert_deit
+from aft_hf.training.loop import versions
 from aft_hf.training.recipe import Recipe, build_recipe
-from aft_hf.training.records import versions
 from scripts.benchmark.page import read_records, write_records
 
 from . import baselines  # noqa: F401  (registers their architecture)

@@ -2,18 +2,8 @@
 
 import sys
 
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
+from transformers.models import auto
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.utils import is_torchvision_available
 
@@ -22,7 +12,7 @@ from ._version import __version__
 from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
 from .conversion import convert_deit, convert_labml
-from .data import build_byte_tokenizer
+from .data.byte_tokenizer import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import (
     HEADS,
@@ -39,20 +29,20 @@ from .parallel import context_parallel, local_shard
 
 def _register() -> None:
     """Register AFT with the Auto classes, so that `from_pretrained` and `pipeline` resolve `model_type` "aft"."""
-    AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
-    AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
-    AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
-    AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
-    AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
-    AutoModelForSequenceClassification.register(AFTConfig, AFTForSequenceClassification, exist_ok=True)
-    AutoModelForTokenClassification.register(AFTConfig, AFTForTokenClassification, exist_ok=True)
-    AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
+    auto.AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
+    auto.AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
+    auto.AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
+    auto.AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
+    auto.AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
+    auto.AutoModelForSequenceClassification.register(AFTConfig, AFTForSequenceClassification, exist_ok=True)
+    auto.AutoModelForTokenClassification.register(AFTConfig, AFTForTokenClassification, exist_ok=True)
+    auto.AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
     processors: dict[str, type] = {"pil": ViTImageProcessorPil}
     if is_torchvision_available():
         from transformers import ViTImageProcessor
 
         processors["torchvision"] = ViTImageProcessor
-    AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
+    auto.AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
     # `transformers serve` and TRL look up the class that config.json names in the module transformers. (transformers
     # replaces itself in `sys.modules` when some of its submodules are imported, so an earlier reference may be stale.)
     for model in (AFTModel, *HEADS):

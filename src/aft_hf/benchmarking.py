@@ -69,10 +69,9 @@ def benchmark_command(
 
 
 def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dict[str, tuple[float, int]]]:
-    """Measure saved models side by side, with the options of `build_call`.
+    """Return the size of the inputs in words and, by source, the median seconds and the peak bytes of a call.
 
-    Without a size, all models get the own size of the first one. Returns the size of the inputs in words and, by
-    source, the median seconds and the peak bytes (0 if not known) of a call.
+    The options are those of `build_call`. Without a size, all models get the own size of the first one.
     """
     keep_freed_memory()
     calls, units = {}, set()
@@ -91,7 +90,10 @@ def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dic
 
 def build_call(source: str, *, size: int | None, batch_size: int, training: bool, bf16: bool) -> tuple[Call, str, int]:
     """Return a call of a saved model on random images or texts, the unit of their size ("px", "tokens"), the size."""
-    model = load(_model_class(load(AutoConfig, source)), source, dtype="float32").to("cuda" if ON_GPU else "cpu")
+    name = (load(AutoConfig, source).architectures or [""])[0]
+    found = getattr(modeling_aft, name, None) or getattr(transformers, name, None)
+    kind = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
+    model = load(kind, source, dtype="float32").to("cuda" if ON_GPU else "cpu")
     config, takes = model.config, inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True, "use_cache": False}
     options = {name: value for name, value in options.items() if name in takes}
@@ -104,13 +106,6 @@ def build_call(source: str, *, size: int | None, batch_size: int, training: bool
     size = size or min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
     tokens = torch.randint(config.vocab_size, (batch_size, size), device=model.device)
     return model_call(model, {"input_ids": tokens}, training, bf16, **options), "tokens", size
-
-
-def _model_class(config: Any) -> Any:
-    """The class that a config names, of this package or of transformers; else `AutoModel`."""
-    name = (config.architectures or [""])[0]
-    found = getattr(modeling_aft, name, None) or getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
 
 
 def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool, **options: Any) -> Call:

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Iterable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +30,8 @@ from .reading import reported
 from .training.command import evaluate_command, finetune_command, train_command
 
 
-# Default budget of a distillation.
-DISTILLATION_MINUTES = 15.0
+DISTILLATION_MINUTES = 15.0  # default budget
+OF_DISTILLATION = ("steps", "minutes", "batch_size", "learning_rate", "augmentation", "augmentation_probability")
 
 app = typer.Typer(
     help="Attention Free Transformer for the Hugging Face ecosystem.",
@@ -156,18 +155,13 @@ def convert(
 
     Fine-tune the result, or use --distill for a model that is ready to use.
     """
-    distillation: dict[str, Any] = {
-        "steps": steps,
-        "minutes": DISTILLATION_MINUTES if minutes is None and steps is None else minutes,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "augmentation": augmentation,
-        "augmentation_probability": augmentation_probability,
-    }
+    distillation: dict[str, Any] = {name: context.params[name] for name in OF_DISTILLATION}
+    if minutes is None and steps is None:
+        distillation["minutes"] = DISTILLATION_MINUTES
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
-    _refuse_unused(context, distill, init, distillation)
+    _refuse_unused(context, distill, init)
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
@@ -194,6 +188,9 @@ def convert(
     name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
     name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""
     can_distill = not distill and num_labels is None and chooses_a_class(model.config)
+    words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
+    words += ["--teacher", source] if num_labels is None else []  # a source without classes teaches none
+    words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
     console = plain_console()
     for line in (
         f"{report.summary()}; {REPORT_NAME} names them",
@@ -202,23 +199,15 @@ def convert(
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
         "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):",
-        f"  {_fine_tuning_command(source, out, has_classes=num_labels is None)}",
+        f"  {shlex.join(words)}",
         *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
     ):
         console.print(line, soft_wrap=True)
 
 
-def _fine_tuning_command(source: str, out: Path, *, has_classes: bool) -> str:
-    """The command that fine-tunes a converted model, with its source as teacher if that has classes to teach."""
-    words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
-    words += ["--teacher", source] if has_classes else []
-    words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
-    return shlex.join(words)
-
-
-def _refuse_unused(context: typer.Context, distill: bool, init: str, of_distillation: Iterable[str]) -> None:
+def _refuse_unused(context: typer.Context, distill: bool, init: str) -> None:
     """Raise a `ValueError` that names the given options that have no effect, and what they need."""
-    needs = {} if distill else dict.fromkeys(of_distillation, "--distill")
+    needs = {} if distill else dict.fromkeys(OF_DISTILLATION, "--distill")
     if init == "paper":
         needs["num_images"] = "--init attention"
         if not distill:

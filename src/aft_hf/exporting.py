@@ -25,8 +25,8 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
         ValueError: the model has a `full` layer, whose cache grows with the text.
     """
     state = {"seen": torch.zeros(batch_size, dtype=torch.long)}
-    for index, mixer in enumerate(_mixers(model)):
-        empty = AFTLayerState(_window(mixer))
+    for index, (mixer, window) in enumerate(_mixers(model)):
+        empty = AFTLayerState(window)
         widths = mixer.k_proj.out_features, mixer.v_proj.out_features
         empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
         state |= {f"{index}.{name}": getattr(empty, name) for name in STATE}
@@ -54,15 +54,13 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None
     state = empty_state(model, 2)
     inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": state}
     batch = {0: Dim("batch", min=1, max=4096)}
-    shapes = {"input_ids": batch, "state": dict.fromkeys(state, batch)}
-    names = [*state]
     program = torch.onnx.export(
         _Step(model).train(model.training),
         (),
         kwargs=inputs,
-        dynamic_shapes=shapes,
-        input_names=["input_ids", *names],
-        output_names=["logits", *(f"next.{name}" for name in names)],
+        dynamic_shapes={"input_ids": batch, "state": dict.fromkeys(state, batch)},
+        input_names=["input_ids", *state],
+        output_names=["logits", *(f"next.{name}" for name in state)],
         dynamo=True,
         **{"optimize": False, "verbose": False, **options},
     )
@@ -70,15 +68,12 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None
     program.save(path)
 
 
-def _mixers(model: AFTForCausalLM) -> list[AFTMixer]:
-    return [layer.mixer for layer in model.aft.layers if isinstance(layer, AFTLayer)]
-
-
-def _window(mixer: AFTMixer) -> int:
-    """Return how many keys and values the state of a mixer keeps."""
-    if mixer.state_window is None:
+def _mixers(model: AFTForCausalLM) -> list[tuple[AFTMixer, int]]:
+    """Return the mixer of each layer, and how many keys and values its state keeps."""
+    mixers = [layer.mixer for layer in model.aft.layers if isinstance(layer, AFTLayer)]
+    if any(mixer.state_window is None for mixer in mixers):
         raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
-    return mixer.state_window
+    return [(mixer, mixer.state_window or 0) for mixer in mixers]
 
 
 class _Step(nn.Module):
@@ -90,8 +85,8 @@ class _Step(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         cache = AFTCache([])
-        for index, mixer in enumerate(_mixers(self.model)):
-            cache.layers.append(_StepState(_window(mixer), index, state))
+        for index, (_, window) in enumerate(_mixers(self.model)):
+            cache.layers.append(_StepState(window, index, state))
         logits = self.model(input_ids=input_ids, cache=cache, use_cache=True).logits
         following = {"seen": state["seen"] + 1}
         for index, after in enumerate(cache.layers):
@@ -115,6 +110,3 @@ class _StepState(AFTStaticLayerState):
         # `seen` of a layer is `cumulative_length - padding`.
         self.cumulative_length, self.padding = torch.zeros_like(state["seen"][0]), -state["seen"]
         self.padded, self.is_initialized, self.is_empty = True, True, False
-
-
-__all__ = ["empty_state", "export_step"]

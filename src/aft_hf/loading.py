@@ -44,13 +44,10 @@ ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "transformers
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
-    """Return the path of a file in a directory or in a repository on the Hub, downloading it if needed.
+    """Return the path of a file in a directory or in a repository on the Hub, or None if there is no such file.
 
-    Args:
-        source: a directory or a Hub id.
-        filename: the name of the file in it. If there is none, the result is None.
-        error: the class of the error to raise if it cannot be downloaded, or is not a regular file.
-        **hub: options of `transformers.utils.cached_file`, such as `revision`.
+    It is downloaded if needed, with options of `transformers.utils.cached_file`, such as `revision`. If it cannot be
+    downloaded, or is not a regular file, `error` is raised.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():

@@ -8,13 +8,13 @@ guards a whole command: it prints any exception as one line. Where a function ta
 
 import os
 import re
-import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, BinaryIO, TypeVar
+from reprlib import repr as shown  # formats a value of any size and depth for a message, shortened
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,7 @@ LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results
 LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
 SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
 COMPLETE = "complete_message"  # type of the errors of `complete_message`
+TYPE = re.compile(r"str|int|float|bool|none|[A-Z]\w+|(list|dict)\[.*\]")  # of a union, in a path of pydantic
 TRACEBACK = "AFT_HF_TRACEBACK"  # environment variable: if it is set, a command that fails shows the traceback
 
 # Exceptions that end the process. A panic of a library in Rust, such as tokenizers, is no `Exception` either.
@@ -130,13 +131,9 @@ class WeightsIndex(Document):
 def parse_json(
     content: str | bytes, kind: type[Content], source: str, error: type[ValueError] = UnreadableError
 ) -> Content:
-    """Parse a JSON text as a value of type `kind`.
+    """Parse a JSON text, of at most 200 levels and integers of at most 4300 digits, as a value of type `kind`.
 
-    Args:
-        content: the text; at most 200 levels of nesting, and integers of at most 4300 digits.
-        kind: the type: a `Document`, or any type that pydantic supports, such as dict[str, Any].
-        source: the origin of the text, for error messages.
-        error: the class of the error to raise if the text is not JSON, or not of that type.
+    `kind` is a `Document`, or any type that pydantic supports. An error of class `error` names the `source`.
     """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
@@ -158,23 +155,16 @@ def read_text(path: Path, error: type[ValueError] = UnreadableError) -> str:
 
 
 def _content(path: Path, error: type[ValueError]) -> bytes:
-    with _opened(path, error) as file:
-        content = file.read(LARGEST_JSON + 1)
+    try:
+        if not path.is_file():  # opening a pipe waits for a writer, and reading it may never end
+            raise error(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_JSON + 1)
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror})") from problem
     if len(content) > LARGEST_JSON:
         raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content
-
-
-@contextmanager
-def _opened(path: Path, error: type[ValueError]) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. Pipes are refused: opening one waits for a writer, reading may never end."""
-    try:
-        if not path.is_file():
-            raise error(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
-        with path.open("rb") as file:
-            yield file
-    except OSError as problem:
-        raise error(f"{path}: cannot be read ({problem.strerror})") from problem
 
 
 @contextmanager
@@ -229,9 +219,7 @@ def _sentence(error: BaseException) -> str:
 def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda key: "") -> str:
     """Describe the problems of a document in one line: the key, its value, and the allowed values.
 
-    Args:
-        problems: the error of pydantic.
-        suggest: function that returns the end of the message about an unknown key.
+    `suggest` returns the end of the message about an unknown key.
     """
     lines: dict[str, str] = {}
     for problem in problems.errors(include_url=False):
@@ -241,7 +229,7 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         # The last part of an unknown key is from the document, even if it looks like a type.
         is_unknown, last = problem["type"] == "extra_forbidden", len(problem["loc"]) - 1
         parts = enumerate(problem["loc"])
-        key = ".".join(str(part) for i, part in parts if not _is_type(part) or (is_unknown and i == last))
+        key = ".".join(str(part) for i, part in parts if not TYPE.fullmatch(str(part)) or (is_unknown and i == last))
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if "instance of" in message:  # of a class that a user does not know
             message = "must be a mapping of keys to values"
@@ -262,16 +250,6 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
 def complete_message(text: str) -> PydanticCustomError:
     """Return an error for a validator whose message names the keys itself; `explain` passes it on as it is."""
     return PydanticCustomError(COMPLETE, "{text}", {"text": text})
-
-
-def _is_type(part: int | str) -> bool:
-    types = r"str|int|float|bool|none|[A-Z]\w+|(list|dict)\[.*\]"
-    return isinstance(part, str) and re.fullmatch(types, part) is not None
-
-
-def shown(value: Any) -> str:
-    """Format a value of any size and depth for a message, shortened."""
-    return reprlib.repr(value)
 
 
 def first_line(error: BaseException) -> str:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aft_hf.data.bytes import Windows, split_bytes, starts_character
 from aft_hf.data.samples import SampleKey
+from aft_hf.data.text import Windows, split_bytes, starts_character
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
 
-from aft_hf.data import fingerprint
-from aft_hf.data.fingerprint import sum_arrays, sum_file, sum_images, sum_rows
+from aft_hf.data import samples
 from aft_hf.data.loading import load_local
+from aft_hf.data.samples import sum_arrays, sum_file, sum_images, sum_rows
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -42,7 +42,7 @@ def write_folder(folder: Path, pixels: list[np.ndarray]) -> Path:
 
 @pytest.mark.parametrize("whole", [1000, 50])
 def test_every_byte_of_a_file_or_part_counts_up_to_the_limit_and_its_name_does_not(tmp_path, monkeypatch, whole):
-    monkeypatch.setattr(fingerprint, "WHOLE", whole)
+    monkeypatch.setattr(samples, "WHOLE", whole)
     content, path, sums, parts = bytes(range(100)), tmp_path / "file", [], []
     for i in range(100):
         path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
@@ -70,7 +70,7 @@ def test_any_image_label_or_order_of_rows_counts():
 
 
 def test_of_many_rows_the_first_images_count_and_all_labels(monkeypatch):
-    monkeypatch.setattr(fingerprint, "WHOLE", 1)  # of the first hundred
+    monkeypatch.setattr(samples, "WHOLE", 1)  # of the first hundred
     pixels, labels = pictures() * 20, LABELS * 20
     before = sum_rows(rows(pixels, labels), "image", "label")
     assert sum_rows(rows(pixels, [*labels[:-1], 1]), "image", "label") != before
@@ -89,7 +89,7 @@ def test_images_in_a_folder_count_by_their_files_wherever_it_lies(tmp_path):
 
 @pytest.mark.parametrize("limit", [100, 4])
 def test_pixels_order_and_number_of_pictures_count_and_of_many_only_some_are_opened(monkeypatch, limit):
-    monkeypatch.setattr(fingerprint, "PICTURES", limit)
+    monkeypatch.setattr(samples, "PICTURES", limit)
     images = [Picture.fromarray(each) for each in pictures()]
     before = sum_images(images)
     assert sum_images([image.copy() for image in images]) == before

@@ -18,7 +18,6 @@ from pyarrow import parquet
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf.conversion import ConversionError, ImagesOnDisk, read_images
-from aft_hf.data.fingerprint import sum_rows
 from aft_hf.data.image_files import ImageError, list_images
 from aft_hf.data.loading import (
     hold_out,
@@ -27,6 +26,7 @@ from aft_hf.data.loading import (
     load_splits,
     logger,
 )
+from aft_hf.data.samples import sum_rows
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")

@@ -5,8 +5,7 @@ from itertools import chain
 
 import pytest
 
-from aft_hf.data.order import GlobalBatches
-from aft_hf.data.samples import SampleKey
+from aft_hf.data.samples import GlobalBatches, SampleKey
 
 
 def batches(num_samples=23, size=8, micro=2, *, start=0, stop=6, **options) -> list[list[SampleKey]]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from aft_hf.data.rand_augment import OPERATIONS, RandAugment
+from aft_hf.data.classification import OPERATIONS, RandAugment
 
 
 SIDE = 32

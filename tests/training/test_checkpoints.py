@@ -16,8 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from aft_hf.data.atomic_files import UNFINISHED
 from aft_hf.reading import UnreadableError
-from aft_hf.training.checkpoints import find_damage
-from aft_hf.training.manifest import MANIFEST, read_manifest, write_manifest
+from aft_hf.training.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForImageClassification
-from aft_hf.training.distillation import distillation_loss
-from aft_hf.training.fine_tuning import FineTuner, logger
+from aft_hf.training.fine_tuning import FineTuner, distillation_loss, logger
 
 
 CLASSES = 3

@@ -25,7 +25,7 @@ from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
 from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
-from aft_hf.training import finetune
+from aft_hf.training import fine_tuning
 from aft_hf.training.ownership import RUN, owned
 
 
@@ -90,9 +90,9 @@ def start(model: Path, out: Path, *options: object) -> dict[str, float]:
 
 def tuner_with(monkeypatch, **methods) -> None:
     """Replace methods of the command's FineTuner; each gets the original method as its first argument after self."""
-    kind = finetune.FineTuner
+    kind = fine_tuning.FineTuner
     replaced = {name: partialmethod(method, getattr(kind, name)) for name, method in methods.items()}
-    monkeypatch.setattr(finetune, "FineTuner", type("Tuner", (kind,), replaced))
+    monkeypatch.setattr(fine_tuning, "FineTuner", type("Tuner", (kind,), replaced))
 
 
 def losses(out: Path) -> list[float]:

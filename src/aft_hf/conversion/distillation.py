@@ -28,15 +28,12 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
-from ..data.fingerprint import sum_arrays, sum_images
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation
-from ..data.order import GlobalBatches
-from ..data.samples import SampleKey
+from ..data.samples import GlobalBatches, SampleKey, sum_arrays, sum_images
 from ..modeling_aft import AFTForImageClassification
 from ..reading import Document, explain, shortened
-from ..training.checkpoints import Checkpoints, remove_checkpoints
-from ..training.manifest import find_changes, read_manifest
+from ..training.checkpoints import Checkpoints, find_changes, read_manifest, remove_checkpoints
 from ..training.optimization import parameter_groups
 from ..training.ownership import owned
 from ..training.steps import Training, take_steps

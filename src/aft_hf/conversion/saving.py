@@ -15,7 +15,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..configuration_aft import AFTConfig, pair
-from ..data.checksums import sha256
+from ..data.atomic_files import sha256
 from ..data.image_size import processor_for
 from ..loading import load
 from ..modeling_aft import AFTForImageClassification

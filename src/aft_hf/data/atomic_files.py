@@ -1,16 +1,18 @@
-"""Atomic writing: a file exists completely or not at all, and nothing but a regular file is replaced.
+"""Atomic writing: a file exists completely or not at all, and nothing but a regular file is replaced. Checksums.
 
 `write_atomic` writes one file. `unfinished` gives a directory in which a caller writes several before it moves them,
 and `move_into` moves them into a directory: all of them or none.
 """
 
+import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being written
@@ -41,6 +43,12 @@ def write_atomic(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to a JSON file atomically (see `write_atomic`)."""
+    with write_atomic(path) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
 @contextmanager
 def move_into(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory, and move its files to `directory` at the end of the context.
@@ -63,18 +71,13 @@ def unfinished(directory: Path) -> Iterator[Path]:
     Its name is always the same, so the next call removes what a killed process left. Only one process at a time may
     write to `directory` in this way.
     """
-    remove_unfinished(directory)
     aside = directory / UNFINISHED
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         yield aside
     finally:
-        remove_unfinished(directory)
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Remove the temporary directory that a killed process left in `unfinished`."""
-    shutil.rmtree(directory / UNFINISHED, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def refuse_to_replace(path: Path) -> None:
@@ -86,3 +89,11 @@ def refuse_to_replace(path: Path) -> None:
         raise OSError(f"{path}: is a link to {os.readlink(path)}; remove it, or give the path of a file")
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: exists and is not a regular file; give another path")
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits, or an empty string if there is no regular file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

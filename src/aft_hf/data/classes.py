@@ -20,7 +20,7 @@ def chooses_a_class(config: PreTrainedConfig) -> bool:
     return len(config.id2label or {}) > 1 and config.problem_type in (None, "single_label_classification")
 
 
-def shortened(labels: Sequence[str]) -> str:
+def listed(labels: Sequence[str]) -> str:
     """Return the first few labels and their total number as text."""
     more = f" ... ({len(labels)} in all)" if len(labels) > SHOWN else ""
     return f"{', '.join(repr(str(label)) for label in labels[:SHOWN])}{more}"

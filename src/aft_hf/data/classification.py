@@ -1,30 +1,31 @@
-"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device."""
+"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device.
+
+RandAugment (Cubuk et al. 2019) is that of DeiT: each image of a batch draws its own operations and strengths. kornia's
+own draws one policy for a whole batch, and its magnitudes end at 30 instead of 10.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kornia.augmentation as augmentation
+import kornia.enhance as enhance
 import numpy as np
 import torch
+from kornia.geometry.transform import rotate, shear, translate
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 from .images import ImagePipeline
-from .rand_augment import RandAugment
 from .samples import SampleKey
 
 
 class TrainingImages(ImagePipeline):
     """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`.
 
-    Args:
-        size: side of the resized images in pixels.
-        crop_scale: smallest and largest area of the random crops, as a share of the image (the aspect ratio is in
-            [3/4, 4/3]). None: the whole image.
-        seed: seed of the crops.
-        **options: columns and class numbers, as for `ImagePipeline`.
+    `crop_scale` is the smallest and largest area of the random crops, as a share of the image; None: the whole image.
+    The other options are those of `ImagePipeline`.
     """
 
     def __init__(self, size: int, crop_scale: Sequence[float] | None, seed: int, **options: Any):
@@ -103,13 +104,10 @@ class BatchAugmentation(nn.Module):
 def mix_batch(
     pixels: torch.Tensor, targets: torch.Tensor, *, mixup: float = 0.0, cutmix: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix a batch with its reverse by mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019).
+    """Mix (B, channels, height, width) images and (B, classes) targets with the reversed batch.
 
-    Args:
-        pixels: (B, channels, height, width).
-        targets: (B, classes), the class probabilities of each image.
-        mixup, cutmix: alpha of the Beta distributions of mixup and CutMix, 0 to switch them off. With both, one of
-            them is drawn with probability 1/2.
+    `mixup` (Zhang et al. 2018) and `cutmix` (Yun et al. 2019) are the alpha of their Beta distributions, 0 to switch
+    them off. With both, one of them is drawn with probability 1/2.
     """
     cut = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 0.5)
     alpha = cutmix if cut else mixup
@@ -134,3 +132,88 @@ def _random_range(length: int, share: float) -> tuple[int, int]:
     """Return the start and end of a range of `share` of the length around a random center, clipped to the length."""
     half, centre = int(length * share) // 2, int(torch.randint(length, ()))
     return max(centre - half, 0), min(centre + half, length)
+
+
+MAX_MAGNITUDE = 10
+PROBABILITY = 0.5  # that a drawn operation is applied
+
+Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RandAugment(nn.Module):
+    """RandAugment: apply randomly drawn operations to each image of a batch, each with probability 1/2.
+
+    `operations` are drawn for each image, with replacement. Their magnitude has the mean `magnitude` and the standard
+    deviation `noise`, and is clipped to 0 .. 10. `fill` is the color, in [0, 1], outside of moved images.
+    """
+
+    def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
+        super().__init__()
+        self.operations, self.magnitude, self.noise = operations, magnitude, noise
+        self.fill = torch.tensor(fill).view(-1, 1, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Augment (B, 3, H, W) images in [0, 1]. Random numbers come from the CPU's generator on any device."""
+        batch = len(images)
+        for _ in range(self.operations):
+            chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < PROBABILITY, -1)
+            level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, MAX_MAGNITUDE) / MAX_MAGNITUDE
+            strength = level * (1 - 2 * torch.randint(2, (batch,)))
+            images = images.clone()
+            for number, operation in enumerate(OPERATIONS.values()):
+                rows = (chosen == number).nonzero()[:, 0]
+                if len(rows):
+                    few, few_strengths = images[rows.to(images.device)], strength[rows].to(images.device)
+                    images[rows.to(images.device)] = self._transformed(operation, few, few_strengths)
+        return images
+
+    def _transformed(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+        if operation in GEOMETRIC:
+            fill = self.fill.to(images.device)
+            return operation(images - fill, strength).add(fill).clamp(0, 1)
+        return operation(images, strength).clamp(0, 1)
+
+
+# Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
+# value. The ranges are those of DeiT's "increasing" operations: a greater strength changes the image more.
+
+
+def _factor(strength: torch.Tensor) -> torch.Tensor:
+    """Return the factor of an enhancement: 1 leaves the image as it is, 0 removes its color, contrast and so on."""
+    return (1 + 0.9 * strength).clamp_min(0.1)
+
+
+def _posterize(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    bits = 4 - (4 * strength.abs()).to(torch.int64)
+    return torch.where(bits.view(-1, 1, 1, 1) == 0, 0.0, enhance.posterize(images, bits))
+
+
+def _solarize_add(images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    added = 110 / 255 * strength.abs().view(-1, 1, 1, 1)
+    return torch.where(images < 128 / 255, images + added, images)
+
+
+def _along(axis: int, amount: torch.Tensor) -> torch.Tensor:
+    """Return (B, 2) vectors with the amounts in the given component (0: x, 1: y), and 0 in the other."""
+    return torch.stack([amount, torch.zeros_like(amount)][:: -1 if axis else 1], 1)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "auto_contrast": lambda images, strength: enhance.normalize_min_max(images),
+    "equalize": lambda images, strength: enhance.equalize(images),
+    "invert": lambda images, strength: enhance.invert(images),
+    "rotate": lambda images, strength: rotate(images, 30 * strength),
+    "posterize": _posterize,
+    "solarize": lambda images, strength: enhance.solarize(images, 1 - strength.abs()),
+    "solarize_add": _solarize_add,
+    "colour": lambda images, strength: enhance.adjust_saturation_with_gray_subtraction(images, _factor(strength)),
+    "contrast": lambda images, strength: enhance.adjust_contrast_with_mean_subtraction(images, _factor(strength)),
+    "brightness": lambda images, strength: enhance.adjust_brightness_accumulative(images, _factor(strength)),
+    "sharpness": lambda images, strength: enhance.sharpness(images, _factor(strength)),
+    "shear_x": lambda images, strength: shear(images, _along(0, 0.3 * strength)),
+    "shear_y": lambda images, strength: shear(images, _along(1, 0.3 * strength)),
+    "translate_x": lambda images, strength: translate(images, _along(0, 0.45 * images.shape[-1] * strength)),
+    "translate_y": lambda images, strength: translate(images, _along(1, 0.45 * images.shape[-2] * strength)),
+}
+# These fill what they uncover with zeros.
+GEOMETRIC = {OPERATIONS[name] for name in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")}

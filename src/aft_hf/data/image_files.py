@@ -37,11 +37,8 @@ class ImageError(ValueError):
 def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Image:
     """Open an image file as an RGB image of 8 bits per channel, rotated as its EXIF data say.
 
-    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored.
-
-    Args:
-        source: path of the file, or its content.
-        name: name of the image in error messages. Default: the path.
+    Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored. The source is the path or the
+    content of a file, and `name` is its name in error messages.
 
     Raises:
         ImageError: the file does not exist, is damaged, too large or too long, has none of the `FORMATS`, or has

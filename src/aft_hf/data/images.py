@@ -1,6 +1,7 @@
 """Preprocessing of labeled images: the model's image processor, class numbers, and augmentation of batches."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import kornia.augmentation as augmentation
@@ -14,28 +15,16 @@ from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey
 
 
-AUGMENTATIONS = ("none", "shift", "crop", "resized_crop")
-
-
+@dataclass
 class ImagePipeline:
-    """Maker of samples for evaluation and `Trainer`: pixel values, (channels, height, width), and class numbers.
+    """Maker of samples for evaluation and `Trainer`: pixel values, (channels, height, width), and class numbers."""
 
-    Args:
-        processor: the model's image processor.
-        image_column, label_column: names of the columns.
-        numbers: the class number of each label (see `class_numbers`). Default: the labels are class numbers already.
-    """
-
-    def __init__(
-        self,
-        processor: Any,
-        *,
-        image_column: str = "image",
-        label_column: str = "label",
-        numbers: Mapping[Any, int] | None = None,
-    ):
-        self.processor, self.image_column, self.label_column = processor, image_column, label_column
-        self.numbers = numbers
+    processor: Any  # the model's image processor
+    _: KW_ONLY
+    image_column: str = "image"
+    label_column: str = "label"
+    # The class number of each label (see `class_numbers`). None: the labels are class numbers already.
+    numbers: Mapping[Any, int] | None = None
 
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
         image, label = row[self.image_column], row[self.label_column]
@@ -70,12 +59,9 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
-    """Return the index in `names` of each label that occurs in a column.
+    """Return the index in `names` of each label that occurs in a column; raise a ValueError if it is not there.
 
     Labels are compared by name, so a `ClassLabel` may number the classes in another order.
-
-    Raises:
-        ValueError: a label is not in `names`.
     """
     feature, labels = dataset.features[column], dataset.unique(column)
     known = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}  # a missing label is -1
@@ -92,21 +78,17 @@ def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     "shift" translates an image by up to a sixteenth of its sides, for digits and other images that must not be
     flipped. "crop" translates it by up to an eighth and flips it, as is usual for CIFAR-10. "resized_crop" cuts out 8
     to 100 % of the area and flips it, as is usual for ImageNet. Random numbers come from PyTorch's global generator.
-
-    Raises:
-        ValueError: the name is unknown.
     """
-    if name not in AUGMENTATIONS:
-        raise ValueError(f"augmentation must be one of {', '.join(AUGMENTATIONS)}, got {name!r}")
-    if name == "none":
-        return None
     height, width = size
-    if name == "shift":
-        # Pixels at the edge are repeated: a model could see a border of another color.
-        margin = (max(width // 16, 1), max(height // 16, 1))
-        return augmentation.RandomCrop(size, padding=margin, padding_mode="replicate")
+    sixteenth = (max(width // 16, 1), max(height // 16, 1))  # kornia's order: left and right, top and bottom
     flip = augmentation.RandomHorizontalFlip()
-    if name == "resized_crop":
-        return nn.Sequential(augmentation.RandomResizedCrop(size, scale=(0.08, 1.0)), flip)
-    padding = (width // 8, height // 8)  # kornia's order: left and right, top and bottom
-    return nn.Sequential(augmentation.RandomCrop(size, padding=padding), flip)
+    known = {
+        "none": None,
+        # Pixels at the edge are repeated: a model could see a border of another color.
+        "shift": augmentation.RandomCrop(size, padding=sixteenth, padding_mode="replicate"),
+        "crop": nn.Sequential(augmentation.RandomCrop(size, padding=(width // 8, height // 8)), flip),
+        "resized_crop": nn.Sequential(augmentation.RandomResizedCrop(size, scale=(0.08, 1.0)), flip),
+    }
+    if name not in known:
+        raise ValueError(f"augmentation must be one of {', '.join(known)}, got {name!r}")
+    return known[name]

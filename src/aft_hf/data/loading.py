@@ -1,23 +1,16 @@
-"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
+"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files.
+
+Synthetic data are for trying out recipes without a download: `data.train: generated`.
+"""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
-from datasets import (
-    ClassLabel,
-    Dataset,
-    DatasetDict,
-    Features,
-    Image,
-    Json,
-    LargeList,
-    List,
-    Value,
-    load_dataset,
-)
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Json, LargeList, List, Value, load_dataset
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.features.features import require_decoding
 from datasets.io.json import JsonDatasetReader
@@ -28,6 +21,7 @@ from transformers.utils import logging
 from yaml import safe_load
 
 from ..reading import UnreadableError, described, explained
+from .atomic_files import write_atomic
 from .image_files import PARQUET, list_images, open_image
 
 
@@ -37,6 +31,8 @@ logger = logging.get_logger(__name__)
 READERS = {PARQUET: ParquetDatasetReader, ".json": JsonDatasetReader, ".jsonl": JsonDatasetReader}
 FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
 SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders
+
+GENERATED = "generated"
 
 
 class ImageColumn(Image):
@@ -63,10 +59,8 @@ def load_splits(
 ) -> DatasetDict:
     """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
 
-    Args:
-        dataset_name, dataset_config_name: name and configuration of a dataset, as for `load_named`.
-        train, validation: the data of the splits, instead of a name (see `load_local`).
-        labeled: whether a folder of images must have a folder for each class.
+    They are those of a dataset, as for `load_named`, or of files or folders (see `load_local`); with `labeled`, images
+    must be in a folder for each class.
 
     Raises:
         ValueError: neither a name nor files are given, or both, or a file does not exist or cannot be read.
@@ -89,11 +83,9 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     The name is that of a dataset on the Hub, of a local one that `datasets` can load, or of a file, which is "train".
     """
     if Path(name).is_file():
-        splits = {"train": load_local(name)}
-    else:
-        check_named(name)
-        splits = load_dataset(name, config_name)
-    kept = ("train", "validation", "test")
+        return DatasetDict(train=load_local(name))
+    check_named(name)
+    splits, kept = load_dataset(name, config_name), ("train", "validation", "test")
     return DatasetDict({split: with_safe_images(splits[split]) for split in kept if split in splits})
 
 
@@ -102,11 +94,10 @@ def check_named(name: str) -> None:
     place = Path(name)
     if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
         raise ValueError(f"{name}: *, ?, [ and :: in the path of a dataset act as a pattern; rename the directory")
-    readers = {
-        place / "README.md": metadata_load,
-        place / ".huggingface.yaml": lambda file: safe_load(file.read_text()),
-    }
-    for file, read in readers.items():
+    for file, read in (
+        (place / "README.md", metadata_load),
+        (place / ".huggingface.yaml", lambda file: safe_load(file.read_text())),
+    ):
         with explained(f"{file}: cannot be read"):
             if file.is_file() and "://" in repr((read(file) or {}).get("configs")):
                 raise UnreadableError(f"{file}: its configs name addresses; only files of a local dataset are read")
@@ -130,7 +121,11 @@ def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
     try:
         if suffix in READERS:
             return with_safe_images(_read_files(files))
-        return _read_document(path) if suffix == ".txt" else _read_table(path)
+        if suffix == ".csv":
+            return _read_table(path)
+        # One row: the text reader of `datasets` would change line breaks (CR and CRLF to LF).
+        text = {"text": [path.read_bytes().decode()]}
+        return Dataset.from_dict(text, Features({"text": Value("large_string")}))
     except Exception as error:  # the readers can raise any exception
         empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON
         reason = "it has no rows" if empty else described(error.__cause__ or error)
@@ -175,11 +170,6 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
     return Dataset.from_dict(columns, features)
 
 
-def _read_document(path: Path) -> Dataset:
-    """Return a text file as one row; the text reader of `datasets` would change line breaks (CR and CRLF to LF)."""
-    return Dataset.from_dict({"text": [path.read_bytes().decode()]}, Features({"text": Value("large_string")}))
-
-
 def with_safe_images(rows: Dataset) -> Dataset:
     """Return the same rows with an `ImageColumn` in place of each column of images.
 
@@ -210,11 +200,9 @@ def _opens_files(feature: Any) -> bool:
 
 
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return `splits` with a split "validation", held out from the training rows, with a message, if it is missing.
+    """Return `splits` with a split "validation"; if it is missing, hold out a share of the training rows, and say so.
 
-    Args:
-        splits: the splits of a dataset, with a split "train".
-        share: the share of rows to hold out, less than 1; 0 holds out none. They are drawn with a fixed seed.
+    The rows are drawn with a fixed seed. A share of 0 holds out none.
     """
     if "validation" in splits or share == 0:
         return splits
@@ -232,3 +220,30 @@ def require_column(splits: DatasetDict, column: str, option: str) -> None:
         if column not in dataset.column_names:
             names = ", ".join(map(repr, dataset.column_names))
             raise ValueError(f"{option}: the {split} data has no column {column!r}, it has {names}")
+
+
+def write_text(directory: str | Path) -> str:
+    """Write a synthetic text to a file in `directory` and return its path.
+
+    The text is always the same: words of a small vocabulary in random order.
+    """
+    random = np.random.default_rng(0)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
+    words = [random.choice(letters, random.integers(1, 9)).tobytes() for _ in range(200)]
+    text = b" ".join(words[i] for i in random.integers(200, size=100_000))[:200_000]
+    path = Path(directory) / "generated.txt"
+    with write_atomic(path) as file:  # other processes may write it at the same time
+        file.write(text)
+    return str(path)
+
+
+def draw_images(split: str, image_column: str, label_column: str) -> Dataset:
+    """Return noisy images whose classes differ in color. The images of a split are always the same."""
+    colours = np.random.default_rng(0).integers(30, 225, (10, 3))
+    random = np.random.default_rng(list(split.encode()))
+    labels = [i % 10 for i in range(128)]
+    noise = random.integers(-30, 30, (128, 32, 32, 3))
+    pixels = (colours[labels][:, None, None] + noise).clip(0, 255).astype(np.uint8)
+    features = Features({image_column: Image(), label_column: ClassLabel(num_classes=10)})
+    rows = {image_column: [PILImage.fromarray(each) for each in pixels], label_column: labels}
+    return Dataset.from_dict(rows, features=features)

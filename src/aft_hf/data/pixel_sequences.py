@@ -1,5 +1,7 @@
 """Conversion of images to sequences of sub-pixels and back."""
 
+from dataclasses import KW_ONLY, dataclass
+
 import numpy as np
 import torch
 from PIL import Image
@@ -21,6 +23,7 @@ def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int]) ->
     return Image.fromarray(np.asarray(tokens).astype(np.uint8).reshape(*size, 3))
 
 
+@dataclass
 class PixelSequences:
     """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
@@ -29,22 +32,17 @@ class PixelSequences:
     resized (mean over areas).
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        *,
-        image_column: str = "image",
-        seed: int = 0,
-        flip: bool = True,
-        brightness_shift: int = 10,
-    ):
-        self.size, self.image_column = (image_size, image_size), image_column
-        self.seed, self.flip, self.brightness_shift = seed, flip, brightness_shift
+    image_size: int
+    _: KW_ONLY
+    image_column: str = "image"
+    seed: int = 0
+    flip: bool = True
+    brightness_shift: int = 10
 
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
         image = row[self.image_column].convert("RGB")
-        if image.size != self.size:
-            image = image.resize(self.size, Image.Resampling.BOX)
+        if image.size != (self.image_size, self.image_size):
+            image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
         pixels = np.asarray(image)
         if key is not None:
             pixels = self._augment(pixels, key.random(self.seed))

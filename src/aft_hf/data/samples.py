@@ -1,19 +1,27 @@
-"""A dataset of samples that are made from rows of the library `datasets`.
+"""Training samples: how a row becomes a sample, their order, and the fingerprints by which changed data are detected.
 
-A sample is made by a function of its row and, in training, of its `SampleKey`, whose random numbers augment it.
+A sample is made by a function of its row and, in training, of its `SampleKey`, whose random numbers augment it. The
+order is a pure function of seed and step. A fingerprint depends on the content alone: it is the same for the same data
+at another path or on another machine. It covers the size, all labels, and the first `WHOLE` bytes of files or images.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from datasets import Dataset as Rows
-from torch.utils.data import Dataset
+from PIL import Image
+from torch.utils.data import Dataset, Sampler
 
-from .fingerprint import sum_rows
-from .image_files import ImageError
+from .image_files import ImageError, check_file
 
+
+WHOLE = 2**30  # bytes, which take seconds to read
+PICTURES = 256  # images, which take seconds to decode
 
 Row = dict[str, Any]
 Sample = dict[str, torch.Tensor]
@@ -34,17 +42,13 @@ class SampleKey(NamedTuple):
 Maker = Callable[[Row, SampleKey | None], Sample]
 
 
+@dataclass(eq=False)
 class RowSamples(Dataset[Sample]):
-    """Dataset of the samples of rows, indexed by `SampleKey` in training and by number in evaluation.
+    """Dataset of the samples of rows, indexed by `SampleKey` in training and by number in evaluation."""
 
-    Args:
-        rows: dataset of the library `datasets`.
-        make: function that returns the sample of a row.
-        columns: the columns whose content is the fingerprint, that of the images first.
-    """
-
-    def __init__(self, rows: Rows, make: Maker, columns: Sequence[str] = ()):
-        self.rows, self.make, self.columns = rows, make, columns
+    rows: Rows
+    make: Maker
+    columns: Sequence[str] = ()  # whose content is the fingerprint; that of the images first
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the columns."""
@@ -59,3 +63,101 @@ class RowSamples(Dataset[Sample]):
             return self.make(self.rows[index], own)
         except ImageError as error:
             raise ImageError(f"row {index}: {error}") from error
+
+
+@dataclass(eq=False)
+class GlobalBatches(Sampler[list[SampleKey]]):
+    """Sampler of the micro-batches of one process, starting at any step.
+
+    Each epoch is shuffled anew, and its last incomplete batch is dropped. The global batch of a step is split into
+    micro-batches 0 .. n - 1; with P processes, process p takes p, p + P, p + 2 P, ... So micro-batch k of a step holds
+    the same samples for any number of processes, and a resumed run sees the same batches as an uninterrupted one.
+
+    With repetitions, successive micro-batches hold copies of the same samples. An epoch keeps its length, so it sees a
+    part of the samples (repeated augmentation, Hoffer et al. 2020, as in DeiT).
+    """
+
+    num_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    _: KW_ONLY
+    seed: int
+    start: int  # first step
+    stop: int  # the step after the last
+    process: int = 0  # index of this process (with context parallelism: of its group)
+    processes: int = 1
+    repetitions: int = 1
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = steps_per_epoch(self.num_samples, self.global_batch_size)
+        self.micro_batches = self.global_batch_size // self.micro_batch_size
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        epoch, order = -1, np.empty(0, int)
+        for step in range(self.start, self.stop):
+            if step // self.steps_per_epoch != epoch:
+                epoch = step // self.steps_per_epoch
+                order = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
+            first = step % self.steps_per_epoch * self.global_batch_size
+            places = range(first, first + self.global_batch_size)
+            batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
+            for k in range(self.process, self.micro_batches, self.processes):
+                yield batch[k :: self.micro_batches]
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) * len(range(self.process, self.micro_batches, self.processes))
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
+    """Return the number of complete global batches in the data.
+
+    Raises:
+        ValueError: the data has fewer samples than a global batch.
+    """
+    if num_samples < global_batch_size:
+        raise ValueError(f"the training data has {num_samples} samples, fewer than {global_batch_size=}")
+    return num_samples // global_batch_size
+
+
+def sum_file(path: str | Path, span: tuple[int, int] | None = None) -> str:
+    """Return the fingerprint of a file, or of a part of it, given as (start, stop) in bytes."""
+    start, stop = (0, Path(path).stat().st_size) if span is None else span
+    digest, end = sha256(), min(stop, start + WHOLE)
+    with Path(path).open("rb") as file:
+        file.seek(start)
+        while block := file.read(min(end - file.tell(), 2**20)):
+            digest.update(block)
+    return f"{stop - start} bytes, {digest.hexdigest()}"
+
+
+def sum_rows(rows: Rows, image_column: str, *columns: str) -> str:
+    """Return the fingerprint of a column of images and of other columns, in the order of the rows."""
+    rows, left = rows.with_format("arrow"), WHOLE
+    values = [rows.select_columns([column])[:][column].to_pylist() for column in columns]  # without the images
+    digest = sha256(repr(values).encode())
+    for table in rows.select_columns([image_column]).iter(100):
+        for image in table[image_column].to_pylist():
+            if isinstance(image, dict):  # the content of a file, or its path
+                content = image["bytes"] or check_file(image["path"] or "").read_bytes()
+            else:  # it is missing
+                content = repr(image).encode()
+            digest.update(content)
+            left -= len(content)
+        if left <= 0:
+            break
+    return f"{len(rows)} rows, {digest.hexdigest()}"
+
+
+def sum_images(images: Sequence[Image.Image]) -> str:
+    """Return the fingerprint of images in the given order: of up to `PICTURES` evenly spaced ones."""
+    count = min(len(images), PICTURES)
+    chosen = (images[len(images) * i // count].convert("RGB") for i in range(count))
+    return f"{len(images)} images, {sum_arrays(each for image in chosen for each in (image.size, image))}"
+
+
+def sum_arrays(arrays: Iterable[Any]) -> str:
+    """Return the fingerprint of arrays, of anything that numpy converts to one."""
+    digest = sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

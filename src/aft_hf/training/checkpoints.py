@@ -1,41 +1,84 @@
-"""Atomic checkpoints of a training run: saving, detecting damage, and loading the newest complete checkpoint."""
+"""Atomic checkpoints of a training run: saving, detecting damage, and loading the newest complete checkpoint.
 
+The manifest of a checkpoint holds the checksums of its files, and the state from which a run resumes. It is a file of
+two lines, a checksum and the JSON object that it belongs to, so a change to any byte is detected. Checksums detect
+damage, not tampering: whoever can write a checkpoint can also write its checksums. Manifests are therefore validated
+against a schema here, and the other files are checked for code in `safe_loading`.
+"""
+
+import hashlib
+import json
 import os
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from accelerate import Accelerator
+from pydantic import ConfigDict, Field
 from torch.distributed.checkpoint import CheckpointException
+from transformers.utils.generic import flatten_dict
 
-from ..data.atomic_files import UNFINISHED, remove_unfinished, unfinished
-from ..data.checksums import sha256
-from ..reading import UnreadableError, first_line
-from .manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from ..data.atomic_files import UNFINISHED, sha256, unfinished
+from ..reading import Document, FileName, UnreadableError, first_line, parse_json
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
 STEP = re.compile("step-([0-9]{9,})")
 ASIDE = "set-aside-"
+MANIFEST = "checkpoint.json"
+
+Count = Annotated[int, Field(ge=0)]
+Losses = list[tuple[Count, float, float]]  # (steps done, mean loss, learning rate)
 
 
+class Record(Document):
+    """The losses, evaluations and training time of a run.
+
+    The losses are means over `log_every` steps each, counted from the first step of the run, so an interrupted run
+    records the same values as an uninterrupted run.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    losses: Losses = []
+    evaluations: list[dict[str, int | float]] = []
+    seconds: float = 0.0  # training time, without evaluations and checkpoints
+    pending: Losses = []  # of the steps since the last mean
+
+    def curve(self) -> Losses:
+        """Return the losses, followed by the mean of the pending ones."""
+        if not self.pending:
+            return self.losses
+        step, _, rate = self.pending[-1]
+        return [*self.losses, (step, sum(loss for _, loss, _ in self.pending) / len(self.pending), rate)]
+
+
+class Manifest(Document):
+    """Schema of checkpoint.json: the state of a run besides its weights, optimizer and random states."""
+
+    step: Count
+    record: Record
+    recipe: dict[str, Any]
+    data: str  # the fingerprint of the training data
+    files: Annotated[dict[FileName, str], Field(min_length=1)]  # name to SHA-256
+
+
+@dataclass
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/step-000000123`.
 
     A checkpoint is written in a temporary directory, with a manifest of the checksums of its files, and then
     renamed. However the process ends, a directory with the final name is complete; damage after that is detected.
     No checkpoint is removed or renamed before another one has been written or loaded.
-
-    Args:
-        accelerator: saves and loads the model, the optimizer, the gradient scaler and all random states.
-        directory: the directory of the checkpoints, shared by all processes.
-        keep: how many of the newest checkpoints to keep.
     """
 
-    def __init__(self, accelerator: Accelerator, directory: str | Path, *, keep: int):
-        self.accelerator, self.directory, self.keep = accelerator, Path(directory), keep
+    accelerator: Accelerator  # saves and loads the model, the optimizer, the gradient scaler and all random states
+    directory: Path  # shared by all processes
+    _: KW_ONLY
+    keep: int  # how many of the newest checkpoints to keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Save a checkpoint after `step` steps; `state` holds the fields of `Manifest` except `step` and `files`.
@@ -52,7 +95,11 @@ class Checkpoints:
                 self.accelerator.save_state(str(aside))
                 self.accelerator.wait_for_everyone()
                 if is_main:
-                    _seal(aside, {"step": step, **state})
+                    files = sorted(path for path in aside.rglob("*") if path.is_file())
+                    sums = {str(path.relative_to(aside)): sha256(path) for path in files}
+                    write_manifest(aside, Manifest(step=step, **state, files=sums))
+                    for path in (*files, aside / MANIFEST):
+                        _sync(path)
                     os.replace(aside, target)
                     _sync(self.directory)
                     for _, old in self.steps()[self.keep :]:
@@ -118,7 +165,7 @@ class Checkpoints:
 
 def remove_checkpoints(directory: Path) -> None:
     """Remove the checkpoints, complete or not, from a directory; everything else stays."""
-    remove_unfinished(directory)
+    shutil.rmtree(directory / UNFINISHED, ignore_errors=True)
     for path in directory.glob("*step-*"):
         if STEP.fullmatch(path.name.removeprefix(ASIDE)):
             shutil.rmtree(path, ignore_errors=True)
@@ -139,13 +186,32 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def _seal(directory: Path, state: dict[str, Any]) -> None:
-    """Flush all files of a checkpoint to the disk, then write its manifest."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sums = {str(path.relative_to(directory)): sha256(path) for path in files}
-    write_manifest(directory, Manifest(**state, files=sums))
-    for path in (*files, directory / MANIFEST):
-        _sync(path)
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `checkpoint.json` into a checkpoint."""
+    text = json.dumps(manifest.model_dump()).encode()
+    (directory / MANIFEST).write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        UnreadableError: the manifest is missing or damaged; the message does not name the checkpoint.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise UnreadableError(f"no {MANIFEST}")
+    checksum, _, text = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != checksum:
+        raise UnreadableError(f"{MANIFEST} does not match its checksum")
+    return parse_json(text, Manifest, MANIFEST)
+
+
+def find_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the earlier and the present value of all entries that differ, by name; `outer.inner` for a nested one."""
+    then, now = flatten_dict(then), flatten_dict(now)
+    pairs = {key: (then.get(key), now.get(key)) for key in sorted(then.keys() | now.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _sync(path: Path) -> None:

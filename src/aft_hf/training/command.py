@@ -83,7 +83,7 @@ def finetune_command(
 
     All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
     """
-    from .finetune import finetune, parse_arguments
+    from .fine_tuning import finetune, parse_arguments
 
     words, options = list(context.args), dict(context.params)
     for name in LISTED:
@@ -100,6 +100,7 @@ of_images, of_text = (partial(typer.Option, rich_help_panel=name) for name in ("
 
 
 def evaluate_command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
     data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a data file.")],
     image_size: Annotated[list[int] | None, of_images(min=1, help="Side in pixels; may be repeated.")] = None,
@@ -120,72 +121,6 @@ def evaluate_command(
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
-    import torch
-    from datasets import DatasetDict
-    from rich.table import Table
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        AutoTokenizer,
-    )
+    from .evaluation import evaluate
 
-    from ..conversion.source import load_image_processor
-    from ..data.json_files import write_json
-    from ..data.loading import load_local, require_column
-    from ..loading import load, load_trained
-    from ..progress import plain_console
-    from ..reading import explained
-    from .evaluation import (
-        evaluate_classifier,
-        evaluate_language_model,
-        is_image_classifier,
-        own_block_size,
-    )
-
-    place = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    dataset = load_local(data)
-    if max_samples is not None:
-        dataset = dataset.take(min(max_samples, len(dataset)))
-    config = load(AutoConfig, model)
-    results: dict[str, dict[str, float]] = {}
-    with explained(f"{model}: cannot be evaluated on {data}"):
-        if is_image_classifier(config):
-            classifier = load_trained(AutoModelForImageClassification, model, config=config).to(place)
-            processor = load_image_processor(model, config)
-            require_column(DatasetDict(given=dataset), image_column, "--image-column")
-            require_column(DatasetDict(given=dataset), label_column, "--label-column")
-            sides: list[int | None] = [*image_size] if image_size else [None]
-            for side in sides:
-                results["as trained" if side is None else f"{side} px"] = evaluate_classifier(
-                    classifier,
-                    processor,
-                    dataset,
-                    image_size=None if side is None else (side, side),
-                    stretch_kernels=stretch_kernels,
-                    enlarge_patches=enlarge_patches,
-                    batch_size=batch_size,
-                    image_column=image_column,
-                    label_column=label_column,
-                )
-        else:
-            language_model = load_trained(AutoModelForCausalLM, model, config=config).to(place)
-            tokenizer = load(AutoTokenizer, model)
-            require_column(DatasetDict(given=dataset), text_column, "--text-column")
-            block_size = own_block_size(config, tokenizer) if block_size is None else block_size
-            results[f"blocks of {block_size}"] = evaluate_language_model(
-                language_model,
-                tokenizer,
-                dataset,
-                block_size=block_size,
-                stride=stride,
-                batch_size=batch_size,
-                text_column=text_column,
-            )
-    metrics = list(next(iter(results.values())))
-    table = Table("", *metrics, title=f"{model} on {data}")
-    for name, values in results.items():
-        table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
-    plain_console().print(table)
-    if out is not None:
-        write_json(out, results)
+    evaluate(SimpleNamespace(**context.params))

@@ -27,23 +27,18 @@ class ContextParallelGroup:
 
     @classmethod
     def of(cls, recipe: Recipe, state: PartialState) -> "ContextParallelGroup":
-        """Form groups of `context_parallel` consecutive processes.
-
-        Raises:
-            ValueError: `context_parallel` does not divide the number of processes; or it is greater than 1, and the
-                recipe compiles the model or is for images.
-        """
+        """Form groups of `context_parallel` consecutive processes; raise a ValueError if the recipe rules them out."""
         size, processes = recipe.context_parallel, state.num_processes
         if processes % size:
             raise ValueError(f"context_parallel={size} does not divide the {processes} processes: change one of them")
         if size > 1 and (recipe.task == "images" or recipe.compile):
             raise ValueError(f"context_parallel={size} needs compile=False and a task of sequences, not images")
         index, rank = divmod(state.process_index, size)
-        group = None
-        if size > 1:  # every process must take part in creating every group
-            made = [distributed.new_group(range(i, i + size)) for i in range(0, processes, size)]
-            group = made[index]
-        return cls(size, processes // size, index, rank, group)
+        if size == 1:
+            return cls(1, processes, index, rank, None)
+        # Every process must take part in creating every group.
+        made = [distributed.new_group(range(i, i + size)) for i in range(0, processes, size)]
+        return cls(size, processes // size, index, rank, made[index])
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise a ValueError if the model does not support context parallelism."""
@@ -58,7 +53,7 @@ class ContextParallelGroup:
         """Return the loss of whole sequences; DDP and FSDP average its gradient over the processes."""
         if self.group is None:
             return task.loss(model, batch)
-        shard = self._cut(batch)
+        shard = {name: local_shard(x, self.group) for name, x in batch.items()}
         counted = (shard["labels"] != -100).sum()
         share = counted * self.size / total_over(self.group, counted)
         with context_parallel(self.group):
@@ -74,19 +69,12 @@ class ContextParallelGroup:
         if self.group is None:
             return task.scores(model, batch)
         for source in range(self.size):
-            shard = self._cut({name: self._from(source, x) for name, x in batch.items()})
+            whole = {name: x.clone() for name, x in batch.items()}
+            for x in whole.values():
+                distributed.broadcast(x, group_src=source, group=self.group)
+            shard = {name: local_shard(x, self.group) for name, x in whole.items()}
             with context_parallel(self.group):
                 scores = [total_over(self.group, x) for x in task.scores(model, shard)]
             if source == self.rank:
                 own = scores
         return own[0], own[1]
-
-    def _from(self, source: int, x: torch.Tensor) -> torch.Tensor:
-        """Broadcast the tensor of process `source` of the group."""
-        x = x.clone()
-        distributed.broadcast(x, group_src=source, group=self.group)
-        return x
-
-    def _cut(self, batch: Batch) -> Batch:
-        assert self.group is not None
-        return {name: local_shard(x, self.group) for name, x in batch.items()}

@@ -6,16 +6,22 @@ from array import array
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from rich.table import Table
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,24 +30,68 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
 from ..conversion.resizing import adapt_to_image_size
-from ..data.bytes import IGNORED, Windows
-from ..data.classes import are_names, shortened
+from ..conversion.source import load_image_processor
+from ..data.atomic_files import write_json
+from ..data.classes import are_names, listed
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
+from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
-from ..data.text import TOKEN_DTYPE, read_texts
+from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts
+from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import first_line
+from ..progress import plain_console
+from ..reading import explained, first_line
 from .metrics import accuracy_and_loss, code_length
 
 
 logger = logging.get_logger(__name__)
 
 
-def own_block_size(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the maximum length of a language model: the lesser of its config's (default 1024) and its tokenizer's."""
-    longest = getattr(config, "max_position_embeddings", None) or 1024
-    return int(min(longest, tokenizer.model_max_length))  # a huge number if the tokenizer sets none
+def evaluate(options: SimpleNamespace) -> None:
+    """Evaluate a saved model with the options of `evaluate_command`, and print the metrics."""
+    source, columns = options.model, {"image_column": options.image_column, "label_column": options.label_column}
+    place = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    dataset = load_local(options.data)
+    if options.max_samples is not None:
+        dataset = dataset.take(min(options.max_samples, len(dataset)))
+    config = load(AutoConfig, source)
+    results: dict[str, dict[str, float]] = {}
+    with explained(f"{source}: cannot be evaluated on {options.data}"):
+        if is_image_classifier(config):
+            model = load_trained(AutoModelForImageClassification, source, config=config).to(place)
+            processor = load_image_processor(source, config)
+            for option, column in columns.items():
+                require_column(DatasetDict(given=dataset), column, f"--{option.replace('_', '-')}")
+            for side in options.image_size or [None]:
+                results["as trained" if side is None else f"{side} px"] = evaluate_classifier(
+                    model,
+                    processor,
+                    dataset,
+                    image_size=None if side is None else (side, side),
+                    stretch_kernels=options.stretch_kernels,
+                    enlarge_patches=options.enlarge_patches,
+                    batch_size=options.batch_size,
+                    **columns,
+                )
+        else:
+            model = load_trained(AutoModelForCausalLM, source, config=config).to(place)
+            tokenizer, block_size = load(AutoTokenizer, source), options.block_size
+            require_column(DatasetDict(given=dataset), options.text_column, "--text-column")
+            if block_size is None:
+                longest = getattr(config, "max_position_embeddings", None) or 1024
+                block_size = int(min(longest, tokenizer.model_max_length))  # a huge number if the tokenizer sets none
+            sizes = {"block_size": block_size, "stride": options.stride, "batch_size": options.batch_size}
+            results[f"blocks of {block_size}"] = evaluate_language_model(
+                model, tokenizer, dataset, text_column=options.text_column, **sizes
+            )
+    metrics = list(next(iter(results.values())))
+    table = Table("", *metrics, title=f"{source} on {options.data}")
+    for name, values in results.items():
+        table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
+    plain_console().print(table)
+    if options.out is not None:
+        write_json(options.out, results)
 
 
 def is_image_classifier(config: PreTrainedConfig) -> bool:
@@ -67,19 +117,16 @@ def evaluate_classifier(
 ) -> dict[str, float]:
     """Return top-1 accuracy, top-5 accuracy if there are more than five classes, and the loss in nats.
 
+    Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
+    ValueError is raised if the data has classes that the model does not have.
+
     Args:
-        model: an image classifier, on the device to run on.
-        processor: the image processor of the model.
-        dataset: rows with an image and a label. Classes are matched by name, or by number (with a warning) if the
-            data or the model has no class names.
+        model, processor: an image classifier, on the device to run on, and its image processor.
+        dataset: rows with an image and a label.
         image_size: (height, width) in pixels instead of the processor's size. The model resizes its position
             embeddings if it can (ViT, DeiT), and an AFT-conv its kernels and patches.
         stretch_kernels, enlarge_patches: False keeps the kernels or the patch size of an AFT-conv as trained. They
             then cover another part of the image.
-        batch_size: images per forward pass.
-
-    Raises:
-        ValueError: the data has classes that the model does not have.
     """
     if image_size is not None:
         if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
@@ -92,13 +139,13 @@ def evaluate_classifier(
         numbers = class_numbers(dataset, label_column, names)
     elif are_names(given) and are_names(names):
         raise ValueError(
-            f"the data has the classes {shortened(given)}, the model {shortened(names)}: give data with the model's "
+            f"the data has the classes {listed(given)}, the model {listed(names)}: give data with the model's "
             "classes, or, if only the names differ, set id2label of the model to those of the data"
         )
     elif len(given) > len(names):
-        raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shortened(given)}")
+        raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {listed(given)}")
     else:
-        logger.warning(f"classes are matched by number: the data has {shortened(given)}, the model {shortened(names)}")
+        logger.warning(f"classes are matched by number: the data has {listed(given)}, the model {listed(names)}")
         # Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
         known = given if are_names(given) else [str(number) for number in range(len(names))]
         numbers = class_numbers(dataset, label_column, known)
@@ -151,13 +198,11 @@ def evaluate_language_model(
     `bits_per_token` x tokens / bytes. The first token thus counts as the mean of the others.
 
     Args:
-        model: a language model, on the device to run on.
-        tokenizer: the tokenizer of the model.
+        model, tokenizer: a language model, on the device to run on, and its tokenizer.
         dataset: rows of text.
         block_size: tokens per block.
         stride: tokens from the start of one block to the start of the next. The others, `block_size - stride`, are
             only context. Default: `block_size`.
-        batch_size: blocks per forward pass.
 
     Raises:
         ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.

@@ -1,28 +1,159 @@
-"""A Trainer for AFT models: a separate learning rate for position biases, and optional distillation and
-augmentation."""
+"""Fine-tuning of an AFT, or of any image classifier of transformers, on labeled images: `aft-hf finetune`.
 
-from collections.abc import Callable
+It is transformers' Trainer with a separate learning rate for position biases, and optional augmentation and
+distillation. Distillation is that of DeiT (Touvron et al. 2021, "Training data-efficient image transformers &
+distillation through attention", arXiv 2012.12877, Eq. 2 and 3).
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Annotated, Any, cast
 
 import torch
+from datasets import DatasetDict
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import default_logdir
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..configuration_aft import AFTConfig, pair
+from ..conversion import read_source
+from ..conversion.source import load_image_processor
 from ..data.atomic_files import move_into
-from ..data.classes import are_names, shortened
-from ..loading import load_trained
+from ..data.classes import are_names, listed
+from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
+from ..data.loading import hold_out, load_splits, require_column
+from ..data.samples import RowSamples
+from ..loading import load, load_trained
 from ..publishing import write_card
-from ..reading import Document, first_line
-from .distillation import distillation_loss
+from ..reading import Document, first_line, read_json
+from .evaluation import is_image_classifier
+from .metrics import accuracy
 from .optimization import parameter_groups
+from .ownership import RUN, owned
+from .safe_loading import data_only
+from .tasks import first_rows
 
 
 logger = logging.get_logger(__name__)
+
+
+def parse_arguments(words: Sequence[str]) -> TrainingArguments:
+    """Parse the options of transformers' `TrainingArguments` from the command line."""
+    parser = HfArgumentParser(cast(Any, TrainingArguments), prog="aft-hf finetune", usage="%(prog)s [OPTIONS]")
+    (arguments,) = parser.parse_args_into_dataclasses([*words])
+    arguments.disable_tqdm |= not sys.stderr.isatty()  # a log gets a line per report, not a bar per step
+    arguments.remove_unused_columns = False  # images become pixel values when a row is read
+    if not (arguments.do_train or arguments.do_eval):
+        raise ValueError("nothing to do: give --do-train, --do-eval, or both")
+    if arguments.fp16 and arguments.device.type == "cpu":  # Accelerate would compute in float32
+        raise ValueError("--fp16 needs a GPU, and none is available: give --bf16 or neither")
+    return arguments
+
+
+def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str, float]:
+    """Train, evaluate, save, push if requested, and return the metrics; `options` are those of `finetune_command`."""
+    set_seed(arguments.seed)
+    hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = load(AutoConfig, options.model_name_or_path, **hub)
+    if not is_image_classifier(config):
+        raise ValueError(
+            f"{options.model_name_or_path}: is no image classifier; to train a language model further, give it as "
+            "model.pretrained of a recipe to aft-hf train"
+        )
+    with arguments.main_process_first():
+        splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
+        if "train" not in splits and (arguments.do_train or "validation" not in splits):
+            raise ValueError("there is no training data: give --train, or a dataset with a split named train")
+        parts = _classification(options, splits, config, hub)
+    if arguments.do_eval and parts["eval_dataset"] is None:
+        raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
+
+    trainer = FineTuner(
+        args=arguments,
+        position_bias_scale=options.position_bias_scale,
+        teacher=None if options.teacher is None else read_source(options.teacher).to_transformers(),
+        distillation={
+            "kind": options.distillation,
+            "weight": options.distillation_weight,
+            "temperature": options.distillation_temperature,
+        },
+        **parts,
+    )
+    say = trainer.accelerator.print
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            # Not among the files of the model, which `push_to_hub` uploads.
+            callback.logging_dir = str(Path(str(arguments.output_dir), RUN, default_logdir()))
+            say(f"aft-hf: TensorBoard's files are in {callback.logging_dir}")
+    metrics = _train(trainer, arguments) if arguments.do_train else {}
+    if arguments.do_eval:
+        result = trainer.evaluate()
+        metrics |= result
+        trainer.log_metrics("eval", result)
+        trainer.save_metrics("eval", result)
+    if arguments.push_to_hub:
+        trainer.push_to_hub()
+    if arguments.do_train:
+        say(f"aft-hf: the model is in {arguments.output_dir}", flush=True)
+    return metrics
+
+
+def _classification(
+    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
+) -> dict[str, Any]:
+    """An image classifier with the classes of the data, and the other options of its Trainer."""
+    require_column(splits, options.image_column, "--image-column")
+    require_column(splits, options.label_column, "--label-column")
+    names = class_names(splits.get("train", splits.get("validation")), options.label_column)
+    splits = first_rows(hold_out(splits, options.validation_share), options)
+    of_model: dict[Any, str] = config.id2label or {}
+    if sorted(names) == sorted(of_model.values()):
+        names = [of_model[number] for number in range(len(names))]  # in the order of the weights
+    processor = load_image_processor(options.model_name_or_path, config, **hub)
+    columns = {"image_column": options.image_column, "label_column": options.label_column}
+    datasets = {
+        split: RowSamples(
+            rows, ImagePipeline(processor, numbers=class_numbers(rows, options.label_column, names), **columns)
+        )
+        for split, rows in splits.items()
+    }
+    height, width = next(iter(datasets.values()))[0]["pixel_values"].shape[1:]
+    return {
+        "model": load(
+            AutoModelForImageClassification,
+            options.model_name_or_path,
+            id2label=dict(enumerate(names)),
+            label2id={name: number for number, name in enumerate(names)},
+            ignore_mismatched_sizes=True,  # another number of classes gets a new classifier
+            dtype="float32",
+            attn_implementation=options.attn_implementation,
+            **hub,
+        ),
+        "train_dataset": datasets.get("train"),
+        "eval_dataset": datasets.get("validation"),
+        "processing_class": processor,
+        "augment": build_augmentation(options.augmentation, (height, width)),
+        "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
+    }
 
 
 class SavedState(Document):
@@ -33,6 +164,37 @@ class SavedState(Document):
     epoch: float | None = None
     log_history: list[dict[str, Any]] = []
     stateful_callbacks: dict[str, dict[str, Any] | list[dict[str, Any]]] = {}
+
+
+def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
+    """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
+    with owned(Path(str(arguments.output_dir))):
+        checkpoint = _checkpoint(arguments)
+        if checkpoint is not None:
+            read_json(checkpoint / TRAINER_STATE_NAME, SavedState)
+            # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
+            sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+            for name in () if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
+                if not (checkpoint / name).is_file():
+                    raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
+        with nullcontext() if checkpoint is None else data_only(checkpoint):
+            metrics = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)).metrics
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    return metrics
+
+
+def _checkpoint(arguments: TrainingArguments) -> Path | None:
+    """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any."""
+    wanted = str(arguments.resume_from_checkpoint)
+    if wanted.lower() != "true":
+        return None if wanted.lower() in ("none", "false") else Path(wanted)
+    # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
+    states = Path(str(arguments.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 class FineTuner(Trainer):
@@ -46,9 +208,6 @@ class FineTuner(Trainer):
             receives the pixel values of the model, so both need the same normalization.
         distillation: keyword arguments of `distillation_loss`.
         **options: arguments of `Trainer`.
-
-    Raises:
-        ValueError: the teacher has other classes or numbers them differently.
     """
 
     model: Any
@@ -97,8 +256,11 @@ class FineTuner(Trainer):
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.teacher is not None and model.training:
-            teacher_logits = self._teacher_logits(inputs["pixel_values"])
-            loss = distillation_loss(loss, outputs.logits, teacher_logits, **self.distillation)
+            pixels = inputs["pixel_values"].to(self.teacher.dtype)
+            other_size = tuple(pixels.shape[2:]) != pair(self.teacher.config.image_size)
+            with torch.no_grad(), self.accelerator.autocast():
+                taught = self.teacher(pixels, interpolate_pos_encoding=other_size).logits
+            loss = distillation_loss(loss, outputs.logits, taught, **self.distillation)
         return (loss, outputs) if return_outputs else loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -129,21 +291,18 @@ class FineTuner(Trainer):
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for adapters and other models."""
-        assert self.args.output_dir is not None  # TrainingArguments sets a default
-        config = Path(self.args.output_dir) / "config.json"
-        if not config.is_file() or self.model.config.model_type != AFTConfig.model_type:
+        directory = Path(str(self.args.output_dir))
+        if not (directory / "config.json").is_file() or self.model.config.model_type != AFTConfig.model_type:
             super().create_model_card(*arguments, **options)
         elif self.is_world_process_zero():
-            write_card(self.args.output_dir, repo_id=getattr(self, "hub_model_id", None))
+            write_card(directory, repo_id=getattr(self, "hub_model_id", None))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
         if not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        output_dir = output_dir or self.args.output_dir
-        assert output_dir is not None
-        directory = Path(output_dir)
+        directory = Path(str(output_dir or self.args.output_dir))
         try:
             with move_into(directory) as aside:
                 super()._save(str(aside), state_dict)
@@ -152,14 +311,6 @@ class FineTuner(Trainer):
                 f"cannot write the model to {directory} ({first_line(error)}); the files in it are unchanged"
             ) from error
 
-    @torch.no_grad()
-    def _teacher_logits(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        teacher = self.teacher
-        assert teacher is not None
-        other_size = tuple(pixel_values.shape[2:]) != pair(teacher.config.image_size)
-        with self.accelerator.autocast():
-            return teacher(pixel_values.to(teacher.dtype), interpolate_pos_encoding=other_size).logits
-
 
 def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     if teacher.base_model is teacher:
@@ -167,8 +318,41 @@ def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) ->
             f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
         )
     theirs, ours = (list((model.config.id2label or {}).values()) for model in (teacher, student))
-    both = f"the teacher has the {len(theirs)} classes {shortened(theirs)}, the model {len(ours)}: {shortened(ours)}"
+    both = f"the teacher has the {len(theirs)} classes {listed(theirs)}, the model {len(ours)}: {listed(ours)}"
     if len(theirs) != len(ours) or (theirs != ours and are_names(theirs) and are_names(ours)):
         raise ValueError(f"{both}; both need the same in the same order: set id2label if only the names differ")
     if theirs != ours:
         logger.warning(f"classes of the teacher and the model are matched by number: {both}")
+
+
+def distillation_loss(
+    loss: torch.Tensor,
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    kind: str = "soft",
+    weight: float = 0.5,
+    temperature: float = 3.0,
+) -> torch.Tensor:
+    """Return the loss of the task combined with the distillation loss of a teacher.
+
+    soft (Eq. 2): (1 - weight) loss + weight temperature^2 KL(softmax(z_t / temperature) || softmax(z / temperature));
+    hard (Eq. 3): (1 - weight) loss + weight CE(z, argmax z_t).
+
+    `loss` is a mean over the batch; z and z_t are logits, (B, classes). No gradient flows to the teacher. DeiT uses a
+    weight of 0.1 for soft and 0.5 for hard distillation, and a temperature of 3.
+    """
+    if kind not in ("soft", "hard"):
+        raise ValueError(f"distillation must be one of soft, hard, got {kind!r}")
+    if not 0 <= weight <= 1 or temperature <= 0:
+        raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
+    logits, teacher_logits = logits.float(), teacher_logits.detach().float()
+    if kind == "hard":
+        return (1 - weight) * loss + weight * F.cross_entropy(logits, teacher_logits.argmax(-1))
+    divergence = F.kl_div(
+        F.log_softmax(logits / temperature, -1),
+        F.log_softmax(teacher_logits / temperature, -1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    return (1 - weight) * loss + weight * temperature**2 * divergence

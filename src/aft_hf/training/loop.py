@@ -6,37 +6,48 @@ gives the same result for any number of processes (with the same `micro_batch_si
 as an uninterrupted run.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import importlib.metadata
+import math
+import platform
+import resource
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate import Accelerator, PartialState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, send_to_device
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers import PreTrainedModel, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import flatten_dict
 
 from ..analysis import draw_losses, save
-from ..data.atomic_files import move_into
-from ..data.order import GlobalBatches, steps_per_epoch
-from ..reading import first_line
-from .checkpoints import Checkpoints
+from ..data.atomic_files import move_into, write_json
+from ..data.samples import GlobalBatches, steps_per_epoch
+from ..reading import explained, first_line
+from .checkpoints import Checkpoints, Record, find_changes, find_damage, read_manifest
 from .context_parallelism import ContextParallelGroup
-from .optimization import averaged
+from .optimization import averaged, build_optimizer, keep_average
 from .ownership import owned
-from .recipe import Recipe
-from .records import Record, peak_memory, write_results
-from .setup import (
-    build_accelerator,
-    build_adamw,
-    build_scheduler,
-    checkpoint_directory,
-    join_processes,
-    prepare_model,
-    resume,
-)
+from .recipe import Recipe, build_recipe
 from .steps import Training, take_steps
 from .tasks import TASKS
+
+
+PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
+
+# Keys of a recipe that may differ between a checkpoint and the run that resumes from it.
+FREE_TO_CHANGE = {"notes", "paper", "paper.rows", "paper.score", "epochs", "steps", "output_dir", "resume", "tracker"}
+FREE_TO_CHANGE |= {"micro_batch_size", "context_parallel", "mixed_precision", "gradient_checkpointing", "compile"}
+FREE_TO_CHANGE |= {"evaluate_every", "save_every", "keep_checkpoints", "data.max_eval_samples", "data.workers"}
+# Of the training data and its tokens, the content is compared.
+FREE_TO_CHANGE |= {"data.train", "data.validation", "data.test", "data.dataset", "data.tokenizer"}
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -50,9 +61,14 @@ def train(recipe: Recipe) -> dict[str, Any]:
         SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
     """
     join_processes()
-    with owned(Path(recipe.output_dir), checkpoint_directory(recipe)):
+    directory = Path(recipe.output_dir)
+    with owned(directory, directory / "checkpoints"):
         run = Run(recipe)
-        take_steps(run)
+        try:
+            take_steps(run)
+        except SystemExit:
+            run.close()
+            raise
         return run.finish()
 
 
@@ -75,13 +91,21 @@ class Run(Training):
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
         optimizer = build_adamw(model, recipe)
-        self.scheduler = build_scheduler(recipe, optimizer, epoch, self.total)
+        schedule, options = recipe.schedule, recipe.schedule.options or None
+        warmup = schedule.warmup_steps or round((schedule.warmup_epochs or 0) * epoch)
+        with explained("schedule: cannot be built"):
+            self.scheduler = get_scheduler(
+                schedule.name, optimizer, warmup, self.total, scheduler_specific_kwargs=options
+            )
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.accelerator.register_for_checkpointing(self.scheduler)
-        self.checkpoints = Checkpoints(self.accelerator, checkpoint_directory(recipe), keep=recipe.keep_checkpoints)
-        self.record = Record(self.accelerator, recipe.log_every)
+        directory = Path(recipe.output_dir) / "checkpoints"
+        self.checkpoints = Checkpoints(self.accelerator, directory, keep=recipe.keep_checkpoints)
+        self.record = Record()
+        # (step, loss of this process, learning rate) of the latest steps
+        self.on_device: list[tuple[int, torch.Tensor, float]] = []
         self.data = task.train.fingerprint()
-        self.step = resume(recipe, self.data, self.checkpoints, self.record)
+        self.step = self.resume()
         if self.step > self.total:
             raise ValueError(
                 f"the checkpoint has {self.step} steps, the recipe only {self.total}: give more steps, or another "
@@ -112,7 +136,35 @@ class Run(Training):
             f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples)"
         )
         self.model.train()
-        self.record.lap()
+        self.since = time.perf_counter()
+
+    def resume(self) -> int:
+        """Load the checkpoint that the recipe asks for, if there is any, and return the number of completed steps."""
+        if self.recipe.resume is None:
+            path = self.checkpoints.newest()
+        elif damage := find_damage(path := Path(self.recipe.resume)):
+            raise ValueError(f"{path} is not a complete checkpoint: {damage}")
+        if path is None:
+            self.checkpoints.set_aside(0)
+            return 0
+        manifest = read_manifest(path)
+        with explained(f"{path}: its recipe cannot be read"):
+            earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
+        for key, (old, new) in find_changes(earlier.model_dump(), self.recipe.model_dump()).items():
+            if key not in FREE_TO_CHANGE:
+                raise ValueError(
+                    f"{path} was made with {key}={old!r}, and the recipe has {new!r}: "
+                    "give the same value, or another output_dir for a new run"
+                )
+        if manifest.data != self.data:
+            raise ValueError(
+                f"{path} was made with other training data: give the same data, or another output_dir for a new run"
+            )
+        self.checkpoints.load(path)
+        self.checkpoints.set_aside(manifest.step)
+        self.record = manifest.record
+        self.accelerator.print(f"resuming from {path}")
+        return manifest.step
 
     def is_done(self) -> bool:
         return self.step == self.total
@@ -126,7 +178,7 @@ class Run(Training):
         rate = self.learning_rate = float(self.scheduler.get_last_lr()[0])
         losses = [self.training_pass(i) for i in range(self.accumulation)]
         self.scheduler.step()
-        self.record.add(self.step, torch.stack(losses).mean(), rate)
+        self.on_device.append((self.step, torch.stack(losses).mean(), rate))
 
     def training_pass(self, index: int) -> torch.Tensor:
         """Run the forward and backward pass of the micro-batch `index` of the step, and the update after the last."""
@@ -149,25 +201,48 @@ class Run(Training):
         evaluates = self.step % self.evaluate_every == 0
         saves = self.step % self.save_every == 0 or self.is_done() or stops
         if self.step % self.recipe.log_every == 0 or evaluates or saves:
-            self.record.collect()
+            self.record_losses()
             self.report(bar)
         if evaluates:
             split = next(iter(self.evaluated))
             self.record.evaluations.append({"step": self.step, **self.evaluate(split)})
             self.accelerator.log(self.record.evaluations[-1], step=self.step)
-            self.record.lap()
+            self.since = time.perf_counter()
         if not saves:
             return None
         self.check_weights()
-        checkpoint = self.checkpoints.save(self.step, self.state())
-        self.record.lap()
+        state = {"record": self.record, "recipe": self.recipe.model_dump(), "data": self.data}
+        checkpoint = self.checkpoints.save(self.step, state)
+        self.since = time.perf_counter()
         return checkpoint
+
+    def record_losses(self) -> None:
+        """Fetch the losses of the latest steps from the device, and record their means over all processes.
+
+        Raises:
+            ValueError: a loss is not finite; the message gives the step and the learning rate.
+        """
+        steps, on_device, rates = zip(*self.on_device)
+        losses = self.accelerator.reduce(torch.stack(on_device), "mean").tolist()  # waits for a GPU
+        now, record = time.perf_counter(), self.record
+        seconds, self.since = now - self.since, now
+        record.seconds, self.steps_per_second = record.seconds + seconds, len(losses) / seconds
+        for step, loss, rate in zip(steps, losses, rates):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss is {loss} at step {step}, with learning rate {rate:.3g}: training stops; "
+                    "a smaller learning rate, a longer warm-up or max_grad_norm may help"
+                )
+            record.pending.append((step, loss, rate))
+            if step % self.recipe.log_every == 0:
+                record.losses, record.pending = record.curve(), []
+        self.on_device.clear()
 
     def report(self, bar: tqdm) -> None:
         """Report the latest loss, learning rate and throughput: on the bar or in a log line, and to trackers."""
         _, loss, rate = self.record.curve()[-1]
         unit = self.task.unit
-        per_second = self.record.steps_per_second * self.recipe.global_batch_size * self.task.units_per_sample
+        per_second = self.steps_per_second * self.recipe.global_batch_size * self.task.units_per_sample
         memory = peak_memory(self.accelerator.device)
         line = f"loss {loss:.4f}, lr {rate:.2e}, {per_second:,.0f} {unit}/s, {memory:.2f} GiB"
         if bar.disable:
@@ -175,14 +250,6 @@ class Run(Training):
         bar.set_postfix_str(line)
         values = {"loss": loss, "learning_rate": rate, f"{unit}_per_second": per_second, "peak_memory_gib": memory}
         self.accelerator.log(values, step=self.step)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for the manifest of a checkpoint, from which a run resumes (see `Manifest`)."""
-        return {
-            "record": self.record.state(),
-            "recipe": self.recipe.model_dump(),
-            "data": self.data,
-        }
 
     def check_weights(self) -> None:
         """Raise a ValueError before saving weights that are not finite: gradients can overflow when no loss does."""
@@ -200,26 +267,20 @@ class Run(Training):
         self.model.eval()
         found = []
         bar = {"desc": split, "leave": False, "disable": None if self.accelerator.is_main_process else True}
-        with self.averaged_weights():
+        with averaged(self.optimizer.optimizer, self.model):
             for batch in tqdm(self.evaluated[split], unit="batch", **bar):
                 scores = self.context_group.scores(self.task, self.model, batch)
                 found.append([x.cpu() for x in self.accelerator.gather_for_metrics(scores)])
         self.model.train()
         return self.task.metrics(split, *map(torch.cat, zip(*found)))
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Give the model its averaged weights within the context, if the recipe asks for an average."""
-        if self.recipe.ema_decay is None:
-            return nullcontext()
-        return averaged(self.optimizer.optimizer, self.model)
-
     def finish(self) -> dict[str, Any]:
         """Evaluate all splits, and save the model and the results."""
         accelerator = self.accelerator
         metrics = {split: self.evaluate(split) for split in self.evaluated}
-        with self.averaged_weights():
+        with averaged(self.optimizer.optimizer, self.model):
             weights = accelerator.get_state_dict(self.model)
-            results = self.write_outcome(weights, metrics) if accelerator.is_main_process else {}
+            results = self.write(weights, metrics) if accelerator.is_main_process else {}
         for split, values in metrics.items():
             accelerator.print(f"{split}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
         accelerator.print(f"the model is in {self.recipe.output_dir}")
@@ -227,26 +288,31 @@ class Run(Training):
         self.close()
         return results
 
-    def write_outcome(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """Write the model, the results and the plot of the losses; return the results.
+    def write(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Write the model, the results and the plot of the losses, all or none of them; return the results.
 
-        If a file of the model cannot be written, an earlier model stays unchanged.
+        The results are published with the model, so paths in the recipe are reduced to file names (`portable`).
         """
         directory, device = Path(self.recipe.output_dir), self.accelerator.device
+        curve = self.record.curve()
+        results = {
+            "metrics": metrics,
+            "steps": self.total,
+            "parameters": self.parameters,
+            "processes": self.accelerator.num_processes,
+            "device": str(device.type),
+            "peak_memory_gib": round(peak_memory(device), 3),
+            "seconds": round(self.record.seconds, 1),
+            "losses": [{"step": step, "loss": loss, "learning_rate": rate} for step, loss, rate in curve],
+            "evaluations": self.record.evaluations,
+            "recipe": portable(self.recipe.model_dump()),
+            "versions": versions(),
+        }
         try:
-            self.save_model(weights, directory)
-            results = write_results(
-                directory,
-                self.recipe,
-                self.record,
-                metrics=metrics,
-                steps=self.total,
-                parameters=self.parameters,
-                processes=self.accelerator.num_processes,
-                device=str(device.type),
-                peak_memory_gib=round(peak_memory(device), 3),
-            )
-            save(draw_losses([(self.recipe.task, results)]), directory / "losses.png")
+            with move_into(directory) as aside:
+                self.save_model(weights, aside)
+                write_json(aside / "results.json", results)
+                save(draw_losses([(self.recipe.task, results)]), aside / "losses.png")
         except Exception as error:  # on a full disk, safetensors and matplotlib raise their own types of errors
             raise OSError(
                 f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done "
@@ -259,10 +325,9 @@ class Run(Training):
         """Save the model for `from_pretrained`, without the wrappers of training, and its tokenizer or processor."""
         model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
         model.load_state_dict(weights)
-        with move_into(directory) as aside:
-            model.save_pretrained(aside)
-            if self.task.processor is not None:
-                self.task.processor.save_pretrained(aside)
+        model.save_pretrained(directory)
+        if self.task.processor is not None:
+            self.task.processor.save_pretrained(directory)
 
     def close(self) -> None:
         """End the trackers and leave the process group, after everything that belongs to the group is freed.
@@ -279,3 +344,84 @@ class Run(Training):
 def seed_random(*numbers: int) -> None:
     """Seed the random numbers of dropout, drop path and augmentation from several numbers."""
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
+
+
+def join_processes() -> PartialState:
+    """Join the group of the processes of this launch, and return its state."""
+    # Accelerate creates a group of CPU processes only with an explicit `cpu=True`.
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
+    """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
+    trackers = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    if recipe.tracker not in (None, *trackers):
+        known = ", ".join(trackers) or "none"
+        raise ValueError(f"tracker={recipe.tracker!r} is not installed; available: {known}; null: no tracker")
+    if recipe.mixed_precision == "fp16" and join_processes().device.type == "cpu":
+        raise ValueError("mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or 'no'")
+    accelerator = Accelerator(
+        mixed_precision=recipe.mixed_precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+        step_scheduler_with_optimizer=False,
+        log_with=recipe.tracker,
+        project_dir=recipe.output_dir,
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError("recipes do not train with DeepSpeed: use FSDP2 (configs/accelerate/fsdp2.yaml)")
+    if recipe.tracker is not None:
+        # Trackers write files beside the model, which may be published: paths are reduced to file names.
+        values = flatten_dict(portable(recipe.model_dump()))
+        accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
+    return accelerator
+
+
+def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerator) -> None:
+    """Apply the settings of a recipe to its model: gradient checkpointing, compilation, and shards by blocks."""
+    if recipe.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and not plugin.transformer_cls_names_to_wrap:
+        # By default FSDP wraps all classes in `_no_split_modules`. These include the embeddings, which Accelerate
+        # wraps separately, and classes that this model may not have.
+        blocks = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
+    if recipe.compile:
+        model.compile()  # in place: the weights keep their names
+
+
+def build_adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Build the optimizer of a recipe; with `ema_decay`, it also keeps an average of the weights (`keep_average`)."""
+    options = recipe.optimizer.model_dump(exclude={"name"})
+    optimizer = build_optimizer(model, **options | {"betas": tuple(options["betas"])})
+    if recipe.ema_decay is not None:
+        keep_average(optimizer, recipe.ema_decay)
+    return optimizer
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the peak memory of this process in GiB: on the GPU if it computes there, else its resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that affect results."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def portable(values: Any) -> Any:
+    """Replace paths in nested values by file names, because directories of this machine mean nothing elsewhere.
+
+    A relative path counts as a path only if it exists: `name/model` may also be an id on the Hub.
+    """
+    if isinstance(values, dict):
+        return {key: portable(value) for key, value in values.items()}
+    if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and Path(values).exists())):
+        return Path(values).name
+    return values

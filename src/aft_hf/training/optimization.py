@@ -28,12 +28,8 @@ def parameter_groups(
     learning rate than the weights. A `position_bias_multiplier` in the config has the same effect with Adam and its
     variants; converted models have a multiplier and need no `position_bias_scale`.
 
-    Args:
-        model: any model; a model without AFT mixers has no position biases.
-        learning_rate: learning rate of all other parameters.
-        weight_decay: weight decay of the weights of linear layers and convolutions, except weights that are shared
-            with an embedding.
-        position_bias_scale: factor on the learning rate of the position biases, for models without a multiplier.
+    `position_bias_scale` is the factor on the learning rate of the position biases. `weight_decay` is that of the
+    weights of linear layers and convolutions, except weights that are shared with an embedding.
     """
     # The direct parameters of a mixer are those of w; its projections are submodules.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
@@ -77,11 +73,9 @@ def build_optimizer(
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Register a hook that updates an average of the parameters after every step of an optimizer.
+    """Register a hook that updates an average of the parameters after every step of an optimizer, such as AdamW.
 
-    Args:
-        optimizer: an optimizer with a state for each parameter, such as AdamW.
-        decay: the weight of the previous average in each update, in (0, 1).
+    `decay` is the weight of the previous average in each update, in (0, 1).
     """
     update_averages = get_ema_multi_avg_fn(decay)
 
@@ -102,26 +96,25 @@ def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Non
 
     Parameters without an average, such as all of them before the first step, stay unchanged.
     """
-    _swap_average(optimizer, model)
+
+    @torch.no_grad()
+    def swap() -> None:
+        for parameter in _parameters(optimizer):
+            average = optimizer.state[parameter].get("average")
+            if average is not None:
+                kept = parameter.detach().clone()
+                parameter.copy_(average)
+                average.copy_(kept)
+        # FSDP keeps some gathered weights from one forward pass to the next: resharding makes it gather the new ones.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    swap()
     try:
         yield
     finally:
-        _swap_average(optimizer, model)
-
-
-@torch.no_grad()
-def _swap_average(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Exchange the parameters with their averages; parameters without an average stay unchanged."""
-    for parameter in _parameters(optimizer):
-        average = optimizer.state[parameter].get("average")
-        if average is not None:
-            kept = parameter.detach().clone()
-            parameter.copy_(average)
-            average.copy_(kept)
-    # FSDP keeps some gathered weights from one forward pass to the next: resharding makes it gather the new ones.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        swap()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -7,13 +7,15 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from reprlib import repr as shown
+from typing import Annotated, Any, Generic, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
+from typing_extensions import TypeVar
 
-from ..reading import complete_message, described, explain, read_text, shortened, shown
+from ..reading import complete_message, described, explain, read_text, shortened
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
@@ -59,7 +61,7 @@ class Data(Section):
 
 class BytesData(Data):
     """Files that are read as bytes, or a dataset whose texts are joined to a file for each split. A single file is
-    split by position (see `aft_hf.data.bytes.split_bytes`)."""
+    split by position (see `aft_hf.data.text.split_bytes`)."""
 
     test: str | None = Field(None, description="Test data: a file.")
     text_column: str = Field("text", description="Column of the dataset with the texts.")
@@ -150,6 +152,9 @@ class Schedule(Section):
         return self
 
 
+DataType = TypeVar("DataType", bound=Data, covariant=True, default=Data)
+
+
 class Paper(Section):
     """The result of the paper that a recipe reproduces. Without it, the recipe is not from the paper."""
 
@@ -157,7 +162,7 @@ class Paper(Section):
     score: Positive = Field(description="Score on the test data: bits per byte or dimension, or accuracy in 0 .. 1.")
 
 
-class Recipe(Section):
+class Recipe(Section, Generic[DataType]):
     """The configuration of one training run; `aft-hf train --explain` lists the keys."""
 
     task: Literal["bytes", "tokens", "pixels", "images"] = Field(description="What is predicted.")
@@ -168,7 +173,7 @@ class Recipe(Section):
         "Hub id; and fields of the model's config. Those that follow from the data (vocabulary size, lengths, labels) "
         "may be left out."
     )
-    data: Data
+    data: DataType = Field(default_factory=dict, validate_default=True)
     optimizer: Optimizer
     schedule: Schedule = Schedule()
     epochs: Positive | None = Field(None, description="Length of the training in epochs.")
@@ -196,22 +201,27 @@ class Recipe(Section):
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if ("architecture" in model) == ("pretrained" in model):
             raise complete_message("give either model.architecture (a model_type) or model.pretrained")
-        if "architecture" in model:
-            check_architecture(**model)
+        if "pretrained" in model:
+            return model
+        architecture = model["architecture"]
+        if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
+            near = _suggestion(str(architecture), CONFIG_MAPPING.keys())
+            raise complete_message(f"model.architecture={shown(architecture)} is not known to transformers{near}")
+        config = CONFIG_MAPPING[architecture]
+        known = {field.name for field in dataclasses.fields(config)} | {*config.attribute_map, "num_labels"}
+        for name in model.keys() - known - {"architecture"}:
+            near = _suggestion(f"model.{name}", [f"model.{each}" for each in known])
+            raise complete_message(f"unknown key model.{shortened(name)} for architecture {architecture!r}{near}")
         return model
 
     @model_validator(mode="after")
-    def _one_length(self) -> "Recipe":
+    def _one_length(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
             raise complete_message("give either epochs or steps")
         return self
 
     def accumulation(self, processes: int) -> tuple[int, int]:
-        """Return the micro-batch size, and the number of micro-batches that each process accumulates per step.
-
-        Raises:
-            ValueError: `global_batch_size` is not a multiple of processes x micro-batch size.
-        """
+        """Return the micro-batch size, and the number of micro-batches that each process accumulates per step."""
         size = self.micro_batch_size or self.global_batch_size // processes
         if size == 0 or self.global_batch_size % (processes * size):
             raise ValueError(
@@ -224,22 +234,10 @@ class Recipe(Section):
         return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
-class BytesRecipe(Recipe):
-    data: BytesData = BytesData()
-
-
-class TokensRecipe(BytesRecipe):
-    data: TokensData
-
-
-class PixelsRecipe(Recipe):
-    data: PixelsData = PixelsData()
-
-
-class ImagesRecipe(Recipe):
-    data: ImagesData = ImagesData()
-
-
+BytesRecipe = Recipe[BytesData]
+TokensRecipe = Recipe[TokensData]
+PixelsRecipe = Recipe[PixelsData]
+ImagesRecipe = Recipe[ImagesData]
 RECIPES: dict[str, type[Recipe]] = {
     "bytes": BytesRecipe,
     "tokens": TokensRecipe,
@@ -301,14 +299,10 @@ def _type_of(kind: dict[str, Any]) -> str:
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
     """Load a recipe from a YAML file.
 
-    The file may name another recipe as `base`, relative to its folder, whose values it overrides. By default
-    `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file; with `smoke`, outputs/smoke/...,
-    unless the section `smoke` or an override names it.
-
-    Args:
-        path: the YAML file.
-        overrides: "dotted.key=value", where the value is YAML; applied last.
-        smoke: whether to apply the overrides in the recipe's section `smoke`, for a run of a few seconds.
+    The file may name another recipe as `base`, relative to its folder, whose values it overrides. With `smoke`, those
+    of its section `smoke` are applied, for a run of a few seconds. The overrides, "dotted.key=value" with a value in
+    YAML, come last. By default `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file; with
+    `smoke`, outputs/smoke/..., unless the section `smoke` or an override names it.
 
     Raises:
         ValueError: the file does not exist or cannot be read, or the recipe is invalid; the message then names the
@@ -366,18 +360,6 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
         keys = _entries(kind.model_json_schema())
         others = "; aft-hf train --explain lists the keys"
         raise ValueError(explain(error, lambda key: _suggestion(key, keys) or others)) from None
-
-
-def check_architecture(architecture: Any, **fields: Any) -> None:
-    """Raise an error of pydantic unless transformers knows the architecture and its config has the fields."""
-    if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
-        near = _suggestion(str(architecture), CONFIG_MAPPING.keys())
-        raise complete_message(f"model.architecture={shown(architecture)} is not known to transformers{near}")
-    config = CONFIG_MAPPING[architecture]
-    known = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map) | {"num_labels"}
-    for name in fields.keys() - known:
-        near = _suggestion(f"model.{name}", [f"model.{each}" for each in known])
-        raise complete_message(f"unknown key model.{shortened(name)} for architecture {architecture!r}{near}")
 
 
 class _Loader(yaml.SafeLoader):

@@ -32,14 +32,8 @@ class Training(Protocol):
     def after_step(self, bar: tqdm, stops: bool) -> Path | None:
         """Report, evaluate and save as far as it is due; return a checkpoint of this step if there is one.
 
-        Args:
-            bar: the progress bar.
-            stops: whether the process is going to stop, so that a checkpoint is due.
+        If the process is going to stop (`stops`), a checkpoint is due.
         """
-
-    def close(self) -> None:
-        """Free what has to be freed before the process stops; by default nothing."""
-        return None
 
 
 def take_steps(training: Training) -> None:
@@ -57,7 +51,6 @@ def take_steps(training: Training) -> None:
             if stopped and not training.is_done():
                 saved = f"saved {checkpoint}; the same command resumes from it" if checkpoint else "nothing is saved"
                 accelerator.print(f"{signal.Signals(stopped).name}: stopped after {training.step} steps; {saved}")
-                training.close()
                 raise SystemExit(128 + stopped)
 
 

@@ -24,12 +24,10 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
-from ..data.bytes import IGNORED, Windows, split_bytes, starts_character
-from ..data.generated import GENERATED, draw_images, write_text
-from ..data.loading import hold_out, load_named, load_splits, require_column
+from ..data.loading import GENERATED, draw_images, hold_out, load_named, load_splits, require_column, write_text
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples
-from ..data.text import TOKEN_DTYPE, join_texts, tokenize_file
+from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
 from ..loading import load
 from ..reading import explained
 from .metrics import accuracy_and_loss, code_length
@@ -246,7 +244,16 @@ class ImagesTask(Task):
         splits = read_rows(recipe)
         require_column(splits, data.label_column, "data.label_column")
         names = class_names(splits["train"], data.label_column)
-        self.processor = self._image_processor()
+        # Resize, crop the center if `eval_crop_ratio` is below 1, and normalize.
+        crops, size = data.eval_crop_ratio < 1, {"height": data.image_size, "width": data.image_size}
+        self.processor = ViTImageProcessorPil(
+            size={"shortest_edge": round(data.image_size / data.eval_crop_ratio)} if crops else size,
+            resample=3,
+            do_center_crop=crops,
+            crop_size=size,
+            image_mean=data.image_mean,
+            image_std=data.image_std,
+        )
         makers: dict[str, Maker] = {}
         for split, rows in splits.items():
             labels: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
@@ -265,19 +272,6 @@ class ImagesTask(Task):
             "id2label": dict(enumerate(names)),
             "label2id": {name: i for i, name in enumerate(names)},
         }
-
-    def _image_processor(self) -> ViTImageProcessorPil:
-        """Build the image processor: resize, crop the center if `eval_crop_ratio` is below 1, and normalize."""
-        data = self.recipe.data
-        crops, size = data.eval_crop_ratio < 1, {"height": data.image_size, "width": data.image_size}
-        return ViTImageProcessorPil(
-            size={"shortest_edge": round(data.image_size / data.eval_crop_ratio)} if crops else size,
-            resample=3,
-            do_center_crop=crops,
-            crop_size=size,
-            image_mean=data.image_mean,
-            image_std=data.image_std,
-        )
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
