@@ -77,7 +77,10 @@ def read_config(
             raise
         raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
     if path is None and Path(name).is_dir():
-        raise error(f"{name}: the directory contains no {CONFIG_NAME}{named_checkpoints(name)}")
+        found = [path.parent for path in Path(name).glob(f"checkpoint-*/{CONFIG_NAME}")]  # in the output of a Trainer
+        found.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
+        instead = f"; give one of its checkpoints: {shortened(', '.join(map(str, found)))}" if found else ""
+        raise error(f"{name}: the directory contains no {CONFIG_NAME}{instead}")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
     config = read_json(path, ModelConfig, error)
@@ -95,13 +98,6 @@ def _elsewhere(values: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
         if isinstance(value, (dict, list)):
             yield from _elsewhere(value, f"{prefix}{key}.")
-
-
-def named_checkpoints(directory: str) -> str:
-    """Return '; give one of its checkpoints: ...' for the output directory of a Trainer, the newest first, else ''."""
-    found = [path.parent for path in Path(directory).glob(f"checkpoint-*/{CONFIG_NAME}")]
-    found.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
-    return f"; give one of its checkpoints: {shortened(', '.join(map(str, found)))}" if found else ""
 
 
 def read_image_processor(

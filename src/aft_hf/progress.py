@@ -4,7 +4,9 @@ import os
 import sys
 from typing import Any
 
+from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
+from transformers.utils import logging
 
 
 def no_bars_in_logs() -> None:
@@ -14,15 +16,11 @@ def no_bars_in_logs() -> None:
     """
     if sys.stderr.isatty():
         return
-    # datasets and huggingface_hub read these variables on import. An import here would be slow and often needless.
+    # datasets reads this variable on import. An import here would be slow and often needless.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "datasets" in sys.modules:
         sys.modules["datasets"].disable_progress_bars()
-    if "huggingface_hub" in sys.modules:
-        sys.modules["huggingface_hub"].utils.disable_progress_bars()
-    from transformers.utils import logging
-
+    disable_progress_bars()
     logging.disable_progress_bar()
 
 

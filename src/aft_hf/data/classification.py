@@ -50,10 +50,8 @@ def crop_box(
     """
     (width, height), (smallest, largest) = size, scale
     for _ in range(10):
-        area, ratio = (
-            random.uniform(smallest, largest) * width * height,
-            math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3))),
-        )
+        area = random.uniform(smallest, largest) * width * height
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left, top = random.integers(width - w, endpoint=True), random.integers(height - h, endpoint=True)
@@ -134,9 +132,6 @@ def _random_range(length: int, share: float) -> tuple[int, int]:
     return max(centre - half, 0), min(centre + half, length)
 
 
-MAX_MAGNITUDE = 10
-PROBABILITY = 0.5  # that a drawn operation is applied
-
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -156,8 +151,8 @@ class RandAugment(nn.Module):
         """Augment (B, 3, H, W) images in [0, 1]. Random numbers come from the CPU's generator on any device."""
         batch = len(images)
         for _ in range(self.operations):
-            chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < PROBABILITY, -1)
-            level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, MAX_MAGNITUDE) / MAX_MAGNITUDE
+            chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < 0.5, -1)
+            level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, 10) / 10
             strength = level * (1 - 2 * torch.randint(2, (batch,)))
             images = images.clone()
             for number, operation in enumerate(OPERATIONS.values()):

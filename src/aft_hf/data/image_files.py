@@ -63,10 +63,9 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
 
 
 def check_file(path: str | Path, name: str | None = None) -> Path:
-    """Return the path of a file that may be read; reading a pipe or a device might block or never end.
+    """Return the path of a regular file of 1 .. `MAX_BYTES` bytes (those in /proc have 0), or raise an `ImageError`.
 
-    Raises:
-        ImageError: there is no regular file of 1 .. `MAX_BYTES` bytes (those in /proc have 0).
+    Reading a pipe or a device might block or never end.
     """
     name = printable(name or str(path))
     try:

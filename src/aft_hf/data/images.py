@@ -42,10 +42,7 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     """Return the names of the classes, in the order of their numbers.
 
     A column of type `ClassLabel` declares them. Integer labels are class numbers already, and their text serves as the
-    name. Other labels are names and are sorted.
-
-    Raises:
-        ValueError: the labels are neither names nor integers from 0.
+    name. Other labels must be names, and are sorted.
     """
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):

@@ -45,12 +45,10 @@ class PixelSequences:
             image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
         pixels = np.asarray(image)
         if key is not None:
-            pixels = self._augment(pixels, key.random(self.seed))
+            random = key.random(self.seed)
+            shift = random.integers(-self.brightness_shift, self.brightness_shift, endpoint=True)
+            if self.flip and random.random() < 0.5:
+                pixels = pixels[:, ::-1]
+            pixels = np.clip(pixels.astype(np.int64) + shift, 0, 255)
         labels = torch.from_numpy(pixels_to_tokens(pixels).astype(np.int64))
         return {"input_ids": torch.cat([torch.tensor([START_TOKEN]), labels[:-1]]), "labels": labels}
-
-    def _augment(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        shift = random.integers(-self.brightness_shift, self.brightness_shift, endpoint=True)
-        if self.flip and random.random() < 0.5:
-            pixels = pixels[:, ::-1]
-        return np.clip(pixels.astype(np.int64) + shift, 0, 255)

@@ -23,8 +23,6 @@ PART = 2**20  # bytes of text that are tokenized at a time
 # The label of bytes that do not count in the loss: the default `ignore_index` of PyTorch.
 IGNORED = -100
 
-ENWIK8_BYTES = 10**8
-
 
 def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
     """Yield the texts of a column, which may be empty, in lists of up to a thousand rows.
@@ -106,10 +104,7 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
     As is usual for enwik8, the first 90 million bytes are for training, the next 5 million for validation and the last
     5 million for testing. A file of another size is split in the same proportions.
     """
-    if size == ENWIK8_BYTES:
-        first, second = 90_000_000, 95_000_000
-    else:
-        first, second = size * 90 // 100, size * 95 // 100
+    first, second = size * 90 // 100, size * 95 // 100
     return {"train": (0, first), "validation": (first, second), "test": (second, size)}
 
 

@@ -193,11 +193,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        UnreadableError: the manifest is missing or damaged; the message does not name the checkpoint.
-    """
+    """Return the manifest of a checkpoint; the message of an `UnreadableError` does not name the checkpoint."""
     path = directory / MANIFEST
     if not path.is_file():
         raise UnreadableError(f"no {MANIFEST}")

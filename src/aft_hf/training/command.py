@@ -49,7 +49,7 @@ LISTED += ["per_device_train_batch_size", "resume_from_checkpoint"]
 
 def finetune_command(
     context: typer.Context,
-    model_name_or_path: Annotated[str | None, in_model(help="Directory or Hub id: an AFT, a ViT ...")] = None,
+    model_name_or_path: Annotated[str, in_model(help="Directory or Hub id: an AFT, a ViT ...")],
     revision: Annotated[str, in_model(help="Branch, tag or commit on the Hub.")] = "main",
     trust_remote_code: Annotated[bool, in_model("--trust-remote-code", help="Run code of the model.")] = False,
     attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT: sdpa, eager ...")] = None,
@@ -90,8 +90,6 @@ def finetune_command(
         value = options.pop(name)
         if value is not None and value is not False:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    if model_name_or_path is None:
-        raise ValueError("give --model-name-or-path MODEL")
     return finetune(SimpleNamespace(**options), parse_arguments(words))
 
 

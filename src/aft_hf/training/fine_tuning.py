@@ -161,9 +161,7 @@ class SavedState(Document):
 
     global_step: Annotated[int, Field(ge=0, lt=2**53)]
     train_batch_size: Annotated[int, Field(gt=0)]
-    epoch: float | None = None
     log_history: list[dict[str, Any]] = []
-    stateful_callbacks: dict[str, dict[str, Any] | list[dict[str, Any]]] = {}
 
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:

@@ -12,7 +12,6 @@ import platform
 import resource
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +216,7 @@ class Run(Training):
         return checkpoint
 
     def record_losses(self) -> None:
-        """Fetch the losses of the latest steps from the device, and record their means over all processes.
-
-        Raises:
-            ValueError: a loss is not finite; the message gives the step and the learning rate.
-        """
+        """Fetch the latest losses from the device, and record their means over all processes, which must be finite."""
         steps, on_device, rates = zip(*self.on_device)
         losses = self.accelerator.reduce(torch.stack(on_device), "mean").tolist()  # waits for a GPU
         now, record = time.perf_counter(), self.record
@@ -310,7 +305,12 @@ class Run(Training):
         }
         try:
             with move_into(directory) as aside:
-                self.save_model(weights, aside)
+                # For `from_pretrained`, without the wrappers of training.
+                model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
+                model.load_state_dict(weights)
+                model.save_pretrained(aside)
+                if self.task.processor is not None:
+                    self.task.processor.save_pretrained(aside)
                 write_json(aside / "results.json", results)
                 save(draw_losses([(self.recipe.task, results)]), aside / "losses.png")
         except Exception as error:  # on a full disk, safetensors and matplotlib raise their own types of errors
@@ -320,14 +320,6 @@ class Run(Training):
                 "them"
             ) from error
         return results
-
-    def save_model(self, weights: dict[str, torch.Tensor], directory: Path) -> None:
-        """Save the model for `from_pretrained`, without the wrappers of training, and its tokenizer or processor."""
-        model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
-        model.load_state_dict(weights)
-        model.save_pretrained(directory)
-        if self.task.processor is not None:
-            self.task.processor.save_pretrained(directory)
 
     def close(self) -> None:
         """End the trackers and leave the process group, after everything that belongs to the group is freed.
@@ -408,11 +400,7 @@ def peak_memory(device: torch.device) -> float:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def portable(values: Any) -> Any:

@@ -345,11 +345,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from nested mappings.
-
-    Raises:
-        ValueError: as for `load_recipe`.
-    """
+    """Build a recipe from nested mappings; errors are those of `load_recipe`."""
     task = values.get("task")
     if not isinstance(task, str) or task not in RECIPES:
         raise ValueError(f"task={shown(task)}: must be one of {', '.join(RECIPES)}")

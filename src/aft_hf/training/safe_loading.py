@@ -43,10 +43,8 @@ class UnsafeCheckpointError(ValueError):
 def data_only(checkpoint: Path) -> Iterator[None]:
     """Restrict `torch.load` to data within the context, even for callers that pass `weights_only=False`.
 
-    Files of the checkpoint that can be checked without loading them are checked first.
-
-    Raises:
-        UnsafeCheckpointError: a file is not restricted to data, or is a symlink. No code from it has been run.
+    Files of the checkpoint that can be checked without loading them are checked first. An `UnsafeCheckpointError` is
+    raised if a file is not restricted to data, or is a symlink. No code from it has then been run.
     """
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         for path in sorted(checkpoint.rglob("*")):

@@ -286,12 +286,7 @@ class ImagesTask(Task):
         return accuracy_and_loss(predictions, references)
 
 
-TASKS: dict[str, type[Task]] = {
-    "bytes": BytesTask,
-    "tokens": TokensTask,
-    "pixels": PixelsTask,
-    "images": ImagesTask,
-}
+TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "tokens": TokensTask, "pixels": PixelsTask, "images": ImagesTask}
 
 
 def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
@@ -355,11 +350,9 @@ def build_samples(
 
 def first_rows(splits: DatasetDict, limits: Any) -> dict[str, Rows]:
     """Return the first rows of each split: up to `limits.max_train_samples`, or `limits.max_eval_samples`."""
-    first = {}
-    for split, rows in splits.items():
-        limit = limits.max_train_samples if split == "train" else limits.max_eval_samples
-        first[split] = rows if limit is None else rows.take(min(limit, len(rows)))
-    return first
+    limit = {"train": limits.max_train_samples}
+    most = {split: limit.get(split, limits.max_eval_samples) or len(rows) for split, rows in splits.items()}
+    return {split: rows.take(min(most[split], len(rows))) for split, rows in splits.items()}
 
 
 def require_train(splits: DatasetDict, data: Data) -> None:
