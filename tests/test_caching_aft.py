@@ -15,7 +15,7 @@ from transformers import (
     ViTModel,
 )
 
-from aft_hf import AFTAlibi, AFTConv, AFTLocal
+from aft_hf import AFTAlibi, AFTConv
 from aft_hf.caching_aft import AFTLayerState
 
 
@@ -344,19 +344,11 @@ def test_tokens_out_of_range_and_empty_texts_are_named(model):
             call(torch.zeros(1, 0, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    (
-        AFTConv(8, 2, 1, spatial_dims=1, causal=True, reparameterized=False, position_bias_init_std=1.0),
-        AFTLocal(8, 16, 1, position_bias_dim=None, causal=True, position_bias_init_std=1.0),
-    ),
-    ids=("conv", "local"),
-)
+@pytest.mark.parametrize("name", ("local", "conv", "all portable"))
 @torch.no_grad()
-def test_a_window_of_one_has_its_own_position_bias_in_every_step(mixer):
-    x, state = torch.randn(1, 6, 8), AFTLayerState(mixer.state_window)
-    pieces = [mixer(x[:, :3], state=state), *(mixer(x[:, i : i + 1], state=state) for i in range(3, 6))]
-    torch.testing.assert_close(torch.cat(pieces, 1), mixer(x))
+def test_a_window_of_one_has_its_own_position_bias_in_every_step(name):
+    model, ids = build(name, window_size=1, kernel_size=1), tokens(1, 6)
+    assert_near(in_pieces(model, ids, [3, 1, 1, 1])[0], model(ids, use_cache=False).logits)
 
 
 def test_gradients_of_a_text_in_pieces_are_those_of_the_text_in_one(model):

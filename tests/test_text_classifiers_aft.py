@@ -74,13 +74,6 @@ def test_the_class_of_a_text_is_read_from_its_last_token():
     torch.testing.assert_close(model(ROWS[0][None]).logits, states[:, -1] @ model.score.weight.T, **EXACT)
 
 
-def test_several_texts_need_a_padding_token():
-    model = build(pad_token_id=None)
-    assert model(ROWS[0][None]).logits.shape == (1, 3)
-    with pytest.raises(ValueError, match="no padding token is defined"):
-        model(torch.stack([ROWS[0], ROWS[0]]))
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_the_auto_classes_load_them_and_a_trained_language_model_lends_them_its_backbone(head, tmp_path):
     for source in (build(head), build(AFTForCausalLM)):

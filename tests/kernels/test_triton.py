@@ -90,27 +90,23 @@ def test_kernels_equal_the_reference(structure, dtype, batch, length, seen, laun
 
 
 @pytest.mark.parametrize(
-    ("structure", "keys"),
+    ("structure", "keys", "largest_bias"),
     [
-        ("alibi causal", "x 90"),
-        ("alibi causal", "a rising ramp"),
-        ("local causal", "all 1e4"),
-        ("local causal", "one huge, late"),
-        ("full causal", "up to 1e4"),
-        ("conv causal", "x 30"),
-        ("full", "x 90"),
-        ("conv 2-D", "x 30"),
+        ("alibi causal", "x 90", None),
+        ("alibi causal", "a rising ramp", None),
+        ("local causal", "all 1e4", None),
+        ("local causal", "one huge, late", None),
+        ("full causal", "up to 1e4", None),
+        ("conv causal", "x 30", None),
+        ("full", "x 90", None),
+        ("conv 2-D", "x 30", None),
+        ("local causal", "x 90", 150.0),
+        ("full causal", "moderate", 150.0),
+        ("full", "x 30", 150.0),
     ],
 )
-def test_large_keys_are_finite_and_right(structure, keys, launched):
-    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys), TRITON)
-
-
-@pytest.mark.parametrize(
-    ("structure", "keys"), (("local causal", "x 90"), ("full causal", "moderate"), ("full", "x 30"))
-)
-def test_position_biases_that_span_300_are_right(structure, keys, launched):
-    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=150.0), TRITON)
+def test_large_keys_and_biases_are_finite_and_right(structure, keys, largest_bias, launched):
+    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=largest_bias), TRITON)
 
 
 @pytest.mark.parametrize(("structure", "keys"), (("local causal", "x 90"), ("simple causal", "moderate")))
@@ -149,17 +145,6 @@ def test_a_document_does_not_reach_another(structure, launched):
             found = mixer(x, documents=documents)
             for places in (slice(0, 18), slice(23, 70)):
                 contract.at_most(found[:, places], expected[:, places])
-
-
-@structures(FEW)
-def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, launched):
-    contract.test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
-        structure, 100.0, BF16, TRITON
-    )
-
-
-def test_nan_in_one_row_does_not_reach_another(launched):
-    contract.test_nan_in_one_row_does_not_reach_another("local causal", TRITON)
 
 
 @pytest.mark.parametrize(("structure", "seen"), (("alibi causal", "everything"), ("local causal", "documents")))
@@ -203,23 +188,6 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     assert all((_query(arguments) is not None) == fused for arguments in launched)
 
 
-@pytest.mark.parametrize("implementation", ("portable", "auto"))
-@pytest.mark.parametrize("seen", ("everything", "holes", "documents and padding"))
-def test_every_backend_multiplies_by_the_gate_of_a_problem(implementation, seen):
-    given = contract.case("local causal", FP32, 2, 35, seen)
-    query = torch.randn(2, 35, contract.WIDTH)
-    biases = given.mixer.biases(given.value)
-    problem = Mixing(given.key, given.value, 1, biases, True, query=query, **given.fields)
-    expected, real = mix(problem, "reference"), given.weight.ne(0)
-    moved = {
-        name: contract.to_device(x, DEVICE) if isinstance(x, (torch.Tensor, Documents)) else x
-        for name, x in {**vars(problem), "biases": given.mixer.to(DEVICE).biases(given.value.to(DEVICE))}.items()
-    }
-    found = mix(Mixing(**moved), implementation).cpu()
-    given.mixer.cpu()
-    contract.at_most((found * real).detach(), (expected * real).detach(), contract.tolerance(FP32, 35))
-
-
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
     config = AFTConfig(hidden_size=16, num_hidden_layers=2, max_position_embeddings=64, aft_type=["local", "simple"])
     config.position_bias_dim = 4
@@ -243,21 +211,6 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 # ------------------------------------------------------------------------------- ordinary tensors, operators, tracing
 
 
-@structures(["local causal"])
-def test_outputs_and_gradients_are_ordinary_tensors(structure, launched):
-    contract.test_the_output_may_be_changed_in_place(structure, "y.mul_(2)", TRITON)
-    contract.test_inputs_and_gradients_need_not_be_contiguous(structure, TRITON)
-    contract.test_changing_an_input_before_the_backward_pass_is_an_error(structure, TRITON)
-    contract.test_nothing_is_kept_where_no_gradient_is_needed(structure, TRITON)
-    contract.test_only_what_is_trained_gets_a_gradient(structure, "position_bias", TRITON)
-    contract.test_only_what_is_trained_gets_a_gradient(structure, "v_proj", TRITON)
-
-
-@structures([*FEW, "full"])
-def test_batched_gradients_are_the_gradients_one_by_one(structure, launched):
-    contract.test_batched_gradients_are_the_gradients_one_by_one(structure, TRITON)
-
-
 @pytest.mark.parametrize(
     ("structure", "seen"),
     (("full causal", "everything"), ("alibi causal", "documents"), ("local causal, window alone", "documents")),
@@ -277,14 +230,28 @@ def test_gradients_of_gradients_are_those_of_the_reference(structure, seen, laun
     given.mixer.cpu()
 
 
+OF_THE_CONTRACT = [
+    ("nan_in_one_row_does_not_reach_another", "local causal"),
+    ("the_output_may_be_changed_in_place", "local causal", "y.mul_(2)"),
+    ("inputs_and_gradients_need_not_be_contiguous", "local causal"),
+    ("changing_an_input_before_the_backward_pass_is_an_error", "local causal"),
+    ("nothing_is_kept_where_no_gradient_is_needed", "local causal"),
+    ("only_what_is_trained_gets_a_gradient", "local causal", "position_bias"),
+    ("only_what_is_trained_gets_a_gradient", "local causal", "v_proj"),
+    *(("batched_gradients_are_the_gradients_one_by_one", x) for x in (*FEW, "full")),
+    *(("gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset", x, 100.0, BF16) for x in FEW),
+]
+
+
+@pytest.mark.parametrize("case", OF_THE_CONTRACT, ids=str)
+def test_the_kernels_pass_a_test_of_the_contract(case, launched):
+    name, *arguments = case
+    getattr(contract, f"test_{name}")(*arguments, TRITON)
+
+
 @structures(FEW)
 def test_vmap_is_a_loop_of_another_backend(structure):
     contract.test_vmap_is_a_loop(structure, "inputs", TRITON)
-
-
-@structures([*FEW, "full"])
-def test_meta_tensors_work_with_gradients(structure):
-    contract.test_meta_tensors_work_with_gradients(structure, TRITON)
 
 
 @structures(["local causal"])
