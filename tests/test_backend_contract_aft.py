@@ -385,23 +385,6 @@ def test_a_backend_equals_the_reference_and_sums_in_float32(structure, dtype, ba
 # ----------------------------------------------------------------------------------------------- large keys and biases
 
 
-@pytest.mark.parametrize(
-    ("structure", "keys", "dtype"),
-    [(x, keys, FP32) for x in STRUCTURES for keys in KEYS if x in TYPICAL or keys == "up to 1e4"]
-    + [(x, keys, dtype) for x in TYPICAL for keys, dtype in (("x 90", BF16), ("up to 1e4", FP16))],
-    ids=str,
-)
-def test_large_keys_are_finite_and_right(structure, keys, dtype, backend):
-    assert_exact(case(structure, dtype, 2, 65, keys=keys), backend)
-
-
-@structures(TYPICAL)
-@pytest.mark.parametrize("seen", ("a pair mask per row", "holes"))
-@pytest.mark.parametrize("keys", ("one huge, late", "x 90"))
-def test_large_keys_among_hidden_ones_are_finite_and_right(structure, seen, keys, backend):
-    assert_exact(case(structure, torch.float32, 3, 35, seen, keys), backend)
-
-
 def scale_biases(mixer: nn.Module, length: int, size: float) -> None:
     """Scale the parameters of w so that the largest position bias has about the absolute value `size`."""
     with torch.no_grad():
@@ -416,13 +399,21 @@ def scale_biases(mixer: nn.Module, length: int, size: float) -> None:
             parameter.mul_(factor)
 
 
+ALL = (2, 65, "everything")
+SOME = ((3, 35, "a pair mask per row"), (3, 35, "holes"))
+
+
 @pytest.mark.parametrize(
-    ("structure", "size", "keys"),
-    [(x, size, "moderate") for x in LEARNED for size in (50.0, 150.0)]
-    + [(x, 150.0, "x 90") for x in TYPICAL if x in LEARNED],
+    ("structure", "dtype", "batch", "length", "seen", "keys", "largest_bias"),
+    [(x, FP32, *ALL, keys, None) for x in STRUCTURES for keys in KEYS if x in TYPICAL or keys == "up to 1e4"]
+    + [(x, dtype, *ALL, keys, None) for x in TYPICAL for dtype, keys in ((BF16, "x 90"), (FP16, "up to 1e4"))]
+    + [(x, FP32, *some, keys, None) for x in TYPICAL for some in SOME for keys in ("one huge, late", "x 90")]
+    + [(x, FP32, *ALL, "moderate", size) for x in LEARNED for size in (50.0, 150.0)]
+    + [(x, FP32, *ALL, "x 90", 150.0) for x in TYPICAL if x in LEARNED],
+    ids=str,
 )
-def test_position_biases_that_span_100_and_300_are_right_in_value_and_gradient(structure, size, keys, backend):
-    assert_exact(case(structure, torch.float32, 2, 65, keys=keys, scale=size), backend)
+def test_large_keys_and_biases_are_right(structure, dtype, batch, length, seen, keys, largest_bias, backend):
+    assert_exact(case(structure, dtype, batch, length, seen, keys, largest_bias), backend)
 
 
 def test_a_decay_over_a_long_sequence_is_right_where_keys_make_up_for_it(backend):
@@ -627,13 +618,6 @@ def test_a_whole_mixer_is_eq_2(structure, options, dtype, backend):
     at_most(found, by_reference(mixer, x)["output"])
 
 
-@pytest.mark.parametrize("width", (1, 37, 64))
-def test_any_width_is_eq_2(width, backend):
-    for build_mixer in (partial(AFTFull, width, 40), partial(AFTSimple, width), partial(AFTConv, width, 1, 5)):
-        mixer = build_mixer(implementation=backend.name).to(backend.device)
-        assert_mixer_exact(mixer, torch.randn(2, 9, width, device=backend.device))
-
-
 OFFSET = [name for name in TYPICAL if "selected" not in name]
 
 
@@ -785,21 +769,13 @@ def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
 # ---------------------------------------------------------------------------------------- outputs are ordinary tensors
 
 
-IN_PLACE = {
-    "y += x": (lambda mixer, x: mixer(x).add_(x), lambda mixer, x: mixer(x) + x),
-    "y.mul_(2)": (lambda mixer, x: mixer(x).mul_(2), lambda mixer, x: mixer(x) * 2),
-}
-
-
 @structures(TYPICAL)
-@pytest.mark.parametrize("change", IN_PLACE)
-def test_the_output_may_be_changed_in_place(structure, change, backend):
+def test_the_output_may_be_changed_in_place(structure, backend):
     mixer = build(structure, backend, **OPTIONS["neither"])
     for batch in (1, 2):
         x = torch.randn(batch, 9, WIDTH, device=backend.device, requires_grad=True)
         inputs, found = [x, *mixer.parameters()], []
-        for function in IN_PLACE[change]:
-            output = function(mixer, x)
+        for output in (mixer(x).mul_(2).add_(x), mixer(x) * 2 + x):
             found.append((output, *torch.autograd.grad(output.square().sum(), inputs, materialize_grads=True)))
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
@@ -1033,13 +1009,12 @@ SELECTIONS = [name for name in STRUCTURES if "selected" in name]
 
 
 @structures(SELECTIONS)
-def test_a_selection_at_inference_is_w_at_its_largest_entry_and_0_elsewhere(structure, backend):
-    mixer = build(structure, backend)
+def test_a_selection_at_inference_is_w_at_its_largest_entry_and_0_elsewhere(structure):
+    mixer = build(structure, NAMED[0])
     kernel = mixer.kernel.detach()
     flat = kernel.flatten(1)
     expected = torch.zeros_like(flat).scatter(1, flat.argmax(-1, keepdim=True), flat.amax(-1, keepdim=True))
     torch.testing.assert_close(mixer.kernel_bias().detach(), expected.view_as(kernel))
-    assert_mixer_exact(mixer, torch.randn(2, 35, WIDTH, device=backend.device))
 
 
 @structures(SELECTIONS)

@@ -137,16 +137,6 @@ def test_in_half_precision_the_cache_is_as_near_as_rounding(model, dtype):
     assert_near(logits.float(), model(ids, use_cache=False).logits.float(), tolerance=0.05)
 
 
-@torch.no_grad()
-def test_a_left_padded_batch_generates_what_each_row_generates_alone(model):
-    ids, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
-    mask[1, :4], mask[2, :11] = 0, 0
-    batch = greedy(model, ids, 15, attention_mask=mask)
-    for row in range(3):
-        alone = greedy(model, ids[row : row + 1, mask[row].bool()], 15)
-        assert torch.equal(batch[row, 12:], alone[0, -15:])
-
-
 # One model of each kind of cache, for tests of what transformers does with it.
 few = pytest.mark.parametrize(
     "model", ("full table", "local window alone", "all in one", "all portable"), indirect=True
@@ -371,10 +361,9 @@ def test_each_step_of_conv_in_training_samples_its_position_anew():
     assert not torch.equal(mixer(x, state=copy.deepcopy(state)), mixer(x, state=copy.deepcopy(state)))
 
 
-@pytest.mark.parametrize("name", ["local", "conv"])
 @torch.no_grad()
-def test_steps_run_in_full_precision_under_autocast(name):
-    mixer = build(name).aft.layers[0].mixer
+def test_steps_run_in_full_precision_under_autocast():
+    mixer = build("local portable").aft.layers[0].mixer
     state = AFTLayerState(mixer.state_window)
     hidden = torch.randn(2, 10, 12)
     mixer(hidden[:, :9], state=state)

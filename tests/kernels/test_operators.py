@@ -14,6 +14,7 @@ import torch
 from aft_hf.kernels import operators
 from aft_hf.kernels.build import library_path
 from aft_hf.kernels.library import load_from, runnable_variants
+from aft_hf.position_biases_aft import grid_table
 
 
 OPS = torch.ops.aft_hf_v1
@@ -89,12 +90,8 @@ class Table(NamedTuple):
 
     def table(self) -> torch.Tensor:
         """w of all pairs, (1, T, T', h), and -inf for later keys."""
-        w = self.bias
-        if self.columns:
-            t = torch.arange(self.value.shape[1])
-            rows, columns = (w.shape[1] + 1) // 2, self.columns
-            down = t // columns - t[:, None] // columns + rows - 1
-            w = w[:, down, t % columns - t[:, None] % columns + columns - 1]
+        grid_size = ((self.bias.shape[1] + 1) // 2, self.columns)
+        w = grid_table(self.bias, grid_size) if self.columns else self.bias
         if self.causal:
             w = w.masked_fill(torch.ones(w.shape[1:], dtype=torch.bool).triu(1), -math.inf)
         return w.movedim(0, -1)[None]

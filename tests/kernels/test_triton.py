@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import test_backend_contract_aft as contract
 import torch
+from tiny_models import language_model
 from torch import nn
 
-from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple, mixing_aft
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple, mixing_aft
 from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.kernels.operators import portable_causal
-from aft_hf.mixing_aft import Documents, Mixing, mix
 
 
 pytest.importorskip("triton")
@@ -132,21 +132,6 @@ def test_later_tokens_do_not_change_earlier_outputs(structure, launched):
             contract.at_most(mixer(changed)[:, : last + 1], expected[:, : last + 1])
 
 
-@structures([*FEW, "conv causal"])
-def test_a_document_does_not_reach_another(structure, launched):
-    mixer, x = contract.keys_are_inputs(contract.build(structure, TRITON)), torch.randn(1, 70, contract.WIDTH)
-    starts = torch.zeros(1, 70, dtype=torch.bool)
-    starts[:, [0, 18, 23, 40, 64]] = True
-    documents, x = Documents(starts.to(DEVICE)), x.to(DEVICE)
-    with torch.no_grad():
-        expected = mixer(x, documents=documents)
-        for size in (1e4, torch.nan):
-            x[0, 19] = size
-            found = mixer(x, documents=documents)
-            for places in (slice(0, 18), slice(23, 70)):
-                contract.at_most(found[:, places], expected[:, places])
-
-
 @pytest.mark.parametrize(("structure", "seen"), (("alibi causal", "everything"), ("local causal", "documents")))
 def test_rows_of_more_chunks_than_a_scan_takes_at_once(structure, seen, launched, monkeypatch):
     monkeypatch.setattr(launches, "SCANNED", 4)
@@ -189,9 +174,7 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
 
 
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
-    config = AFTConfig(hidden_size=16, num_hidden_layers=2, max_position_embeddings=64, aft_type=["local", "simple"])
-    config.position_bias_dim = 4
-    model = AFTForCausalLM(config).to(DEVICE)
+    model = language_model(["local", "simple"], hidden_size=16, num_heads=1).to(DEVICE)
     ids = torch.randint(0, 256, (2, 40), device=DEVICE)
     mask = contract.padding_mask("left", 2, 40).to(DEVICE)
     found = []
@@ -211,33 +194,15 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 # ------------------------------------------------------------------------------- ordinary tensors, operators, tracing
 
 
-@pytest.mark.parametrize(
-    ("structure", "seen"),
-    (("full causal", "everything"), ("alibi causal", "documents"), ("local causal, window alone", "documents")),
-)
-def test_gradients_of_gradients_are_those_of_the_reference(structure, seen, launched):
-    given, found = contract.case(structure, FP32, 2, 35, seen), []
-    for implementation in ("auto", "reference"):
-        key, value = (x.to(DEVICE).requires_grad_() for x in (given.key.clone(), given.value.clone()))
-        mixer = given.mixer.to(DEVICE)
-        fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
-        problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, **fields)
-        inputs = [key, value, *contract.learned(mixer).values()]
-        first = torch.autograd.grad(mix(problem, implementation).square().sum(), key, create_graph=True)[0]
-        found.append(torch.autograd.grad(first.square().sum(), inputs, materialize_grads=True))
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * found[1][0].abs().max().item())
-    given.mixer.cpu()
-
-
 OF_THE_CONTRACT = [
     ("nan_in_one_row_does_not_reach_another", "local causal"),
-    ("the_output_may_be_changed_in_place", "local causal", "y.mul_(2)"),
+    ("the_output_may_be_changed_in_place", "local causal"),
     ("inputs_and_gradients_need_not_be_contiguous", "local causal"),
     ("changing_an_input_before_the_backward_pass_is_an_error", "local causal"),
     ("nothing_is_kept_where_no_gradient_is_needed", "local causal"),
     ("only_what_is_trained_gets_a_gradient", "local causal", "position_bias"),
     ("only_what_is_trained_gets_a_gradient", "local causal", "v_proj"),
+    *(("a_document_does_not_reach_another", x, size) for x in (*FEW, "conv causal") for size in (1e4, torch.nan)),
     *(("batched_gradients_are_the_gradients_one_by_one", x) for x in (*FEW, "full")),
     *(("gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset", x, 100.0, BF16) for x in FEW),
 ]
@@ -247,11 +212,6 @@ OF_THE_CONTRACT = [
 def test_the_kernels_pass_a_test_of_the_contract(case, launched):
     name, *arguments = case
     getattr(contract, f"test_{name}")(*arguments, TRITON)
-
-
-@structures(FEW)
-def test_vmap_is_a_loop_of_another_backend(structure):
-    contract.test_vmap_is_a_loop(structure, "inputs", TRITON)
 
 
 @structures(["local causal"])
