@@ -68,7 +68,7 @@ def datasets_cache(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # until it is closed, an event loop runs in this thread
 def browser():
     """Headless Chromium."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs: pip install -e '.[demo-test]'")
