@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import test_backend_contract_aft as contract
 import torch
+from test_backend_contract_aft import structures
 from tiny_models import language_model
 from torch import nn
 
@@ -38,7 +39,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 KERNELS = ["simple causal", "alibi causal", "local causal", "full causal", "local causal, window alone", "conv causal"]
 FEW = ["alibi causal", "local causal"]
 BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key per feature", "conv"]
-structures = partial(pytest.mark.parametrize, "structure")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import test_backend_contract_aft as contract
 import torch
+from test_backend_contract_aft import structures
 from tiny_models import language_model
 
 from aft_hf import AFTAlibi, AFTConv, AFTLocal, AFTSimple
@@ -16,14 +17,11 @@ from aft_hf.caching_aft import AFTLayerState, AFTStaticLayerState
 
 pytest.importorskip("triton")
 
-from test_triton import registered  # noqa: F401
+from test_triton import BF16, DEVICE, FP32, TRITON, registered  # noqa: F401
 
 from aft_hf.kernels.triton import launch as launches
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, FP32 = torch.bfloat16, torch.float32
-TRITON = contract.Backend("auto", DEVICE)
 WIDE = {
     "a window of 40 and 2 heads of 35 features": partial(AFTLocal, 70, 200, 40, num_heads=2, position_bias_dim=4),
     "a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 5, spatial_dims=1),
@@ -34,7 +32,6 @@ WIDE = {
 }
 STRUCTURES = ["simple causal", "alibi causal", "local causal", "local causal, wide", "local causal, table"]
 STRUCTURES += ["local causal, window alone", "local causal, 2 heads", "conv causal", "conv causal, window alone"]
-structures = partial(pytest.mark.parametrize, "structure")
 
 
 def _counted(calls, name, compute, *arguments, **options):
