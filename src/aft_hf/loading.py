@@ -77,9 +77,9 @@ def read_config(
             raise
         raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
     if path is None and Path(name).is_dir():
-        found = [path.parent for path in Path(name).glob(f"checkpoint-*/{CONFIG_NAME}")]  # in the output of a Trainer
-        found.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
-        instead = f"; give one of its checkpoints: {shortened(', '.join(map(str, found)))}" if found else ""
+        saved = [path.parent for path in Path(name).glob(f"checkpoint-*/{CONFIG_NAME}")]  # in the output of a Trainer
+        saved.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
+        instead = f"; give one of its checkpoints: {shortened(', '.join(map(str, saved)))}" if saved else ""
         raise error(f"{name}: the directory contains no {CONFIG_NAME}{instead}")
     if path is None:
         raise error(f"{name}: {NOWHERE}")
@@ -138,11 +138,8 @@ def load(
     optional = hub | {"_raise_exceptions_for_connection_errors": False}
     place, processor = Path(source), None
     # A tokenizer may be saved without a model.
-    if (
-        auto_class is not AutoTokenizer
-        or (place / CONFIG_NAME).exists()
-        or not (place / TOKENIZER_CONFIG_FILE).exists()
-    ):
+    is_alone = (place / TOKENIZER_CONFIG_FILE).exists() and not (place / CONFIG_NAME).exists()
+    if auto_class is not AutoTokenizer or not is_alone:
         read_config(source, error, trusted=trusted, **hub)
         config = find_file(str(source), CONFIG_NAME, error, **hub)
         assert config is not None  # `read_config` requires it

@@ -245,29 +245,33 @@ RECIPES: dict[str, type[Recipe]] = {
     "images": ImagesRecipe,
 }
 
-# Keys of a file that `load_recipe` resolves: (key, type, meaning).
-FILE_KEYS = (
-    ("base", "text, optional", "Another recipe, relative to this file, whose values this one overrides."),
-    ("smoke", "mapping, optional", "Values that replace others with --smoke, for a run of a few seconds."),
-)
+# Keys of a file that `load_recipe` resolves, with their type and meaning.
+FILE_KEYS = {
+    "base": ("text, optional", "Another recipe, relative to this file, whose values this one overrides."),
+    "smoke": ("mapping, optional", "Values that replace others with --smoke, for a run of a few seconds."),
+}
 
 
 def explain_keys() -> str:
     """Return a text with the type, default and meaning of every key: those of all tasks, then those of each task."""
     keys = {task: _entries(kind.model_json_schema()) for task, kind in RECIPES.items()}
-    shared = {key: text for key, text in keys["bytes"].items() if all(text == each.get(key) for each in keys.values())}
-    sections = {"Keys of every recipe": {key: _entry(key, *entry) for key, *entry in FILE_KEYS} | shared}
-    for task, entries in keys.items():
-        sections[f"Other keys with task: {task}"] = {key: entries[key] for key in entries.keys() - shared.keys()}
-    return "\n\n".join(
-        f"{title}\n\n" + "\n".join(entries[key] for key in sorted(entries)) for title, entries in sections.items()
-    )
+    shared = set.intersection(*(set(entries.items()) for entries in keys.values()))
+    sections = {"Keys of every recipe": shared | FILE_KEYS.items()}
+    sections |= {f"Other keys with task: {task}": entries.items() - shared for task, entries in keys.items()}
+    lines: list[str] = []
+    for title, entries in sections.items():
+        lines += ["", title, ""]
+        for key, (kind, meaning) in sorted(entries):
+            lines += [f"{key}: {kind}", textwrap.indent(textwrap.fill(meaning, 76), "    ")]
+    return "\n".join(lines[1:])
 
 
-def _entries(section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = "") -> dict[str, str]:
-    """Return the descriptions of the keys of a section by key, from its JSON schema."""
+def _entries(
+    section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, tuple[str, str]]:
+    """Return the types and meanings of the keys of a section by key, from its JSON schema."""
     schema = schema or section
-    entries: dict[str, str] = {}
+    entries: dict[str, tuple[str, str]] = {}
     for name, field in section["properties"].items():
         (kind,) = (each for each in field.get("anyOf", [field]) if each.get("type") != "null")
         key = f"{prefix}{name}"
@@ -277,13 +281,8 @@ def _entries(section: dict[str, Any], schema: dict[str, Any] | None = None, pref
             default = f"default {json.dumps(field['default'])}" if "default" in field else "required"
             has_other = field.get("default", "") is None or "Default:" in field["description"]
             optional = "optional" if has_other else default
-            entries[key] = _entry(key, f"{_type_of(kind)}, {optional}", field["description"])
+            entries[key] = (f"{_type_of(kind)}, {optional}", field["description"])
     return entries
-
-
-def _entry(key: str, kind: str, meaning: str) -> str:
-    lines = textwrap.wrap(meaning, 80, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join([f"{key}: {kind}", *lines])
 
 
 def _type_of(kind: dict[str, Any]) -> str:
