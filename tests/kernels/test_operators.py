@@ -542,7 +542,7 @@ def test_a_state_may_be_in_bfloat16_problems_too(variant):
 
 SMALL = {kind: partial(causal, kind, 2, 9, 4, 2, 3) for kind in KINDS}
 SMALL |= {"rows, hidden": partial(causal, "rows", 2, 9, 4, 2, 3, hides_outside=True)}
-SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 3)), "table": partial(table, 2, 7, 4, 2)}
+SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 5)), "table": partial(table, 2, 7, 4, 2)}
 SMALL |= {"table of a grid": partial(table, 2, 6, 4, 2, key_per_head=True, rows=2)}
 SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True)}
 
