@@ -28,8 +28,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations import TensorBoardCallback
-from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -48,7 +46,7 @@ from ..reading import Document, first_line, read_json
 from .evaluation import is_image_classifier
 from .metrics import accuracy
 from .optimization import parameter_groups
-from .ownership import RUN, owned
+from .ownership import owned
 from .safe_loading import data_only
 from .tasks import first_rows
 
@@ -98,12 +96,6 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         },
         **parts,
     )
-    say = trainer.accelerator.print
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
-            # Not among the files of the model, which `push_to_hub` uploads.
-            callback.logging_dir = str(Path(str(arguments.output_dir), RUN, default_logdir()))
-            say(f"aft-hf: TensorBoard's files are in {callback.logging_dir}")
     metrics = _train(trainer, arguments) if arguments.do_train else {}
     if arguments.do_eval:
         result = trainer.evaluate()
@@ -113,7 +105,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
     if arguments.push_to_hub:
         trainer.push_to_hub()
     if arguments.do_train:
-        say(f"aft-hf: the model is in {arguments.output_dir}", flush=True)
+        trainer.accelerator.print(f"aft-hf: the model is in {arguments.output_dir}", flush=True)
     return metrics
 
 
