@@ -23,9 +23,8 @@ from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, explained, read_json
 from .card import ARCHITECTURES, README, card_problems
-from .errors import PublishError
 from .facts import RESULTS, read_object, section
-from .folder import files_by_name, misplaced_files
+from .folder import PublishError, files_by_name, misplaced_files
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -95,9 +94,8 @@ def _is_pickle(path: Path) -> bool:
     if path.suffix in PICKLE_SUFFIXES:
         return True
     with path.open("rb") as file:
-        start = file.read(2)
-    if start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return True
+        if re.match(rb"\x80[\x02-\x05]", file.read(2)):
+            return True
     # The format of torch.save.
     return zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist())
 

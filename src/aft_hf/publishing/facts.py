@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import parse_local_safetensors_file_metadata
 
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..loading import load
 from ..reading import read_json
-from .errors import PublishError
+from .folder import PublishError
 
 
 # Files of the training loop and of Trainer.
@@ -89,8 +89,13 @@ def read_facts(directory: Path) -> Facts:
     """
     config = load(AFTConfig, directory, PublishError)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
-    _read_results(read_object(directory / RESULTS), facts)
-    _read_trainer(directory, facts)
+    results = read_object(directory / RESULTS)
+    if not {"metrics", "recipe"} & results.keys():  # `aft-hf evaluate --out` may have written it
+        results = {}
+    _read_recipe(section(results, "recipe"), facts)
+    facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
+    _read_values(RESULTS, results, facts)
+    _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
     if (directory / REPORT_NAME).exists():
         report = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
         facts.base_model = facts.base_model or (report.source if is_hub_id(report.source) else None)
@@ -116,25 +121,16 @@ def section(values: Any, *keys: str) -> dict[str, Any]:
 
 def _count_parameters(directory: Path) -> int | None:
     """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
-    count = 0
-    for path in directory.glob("model*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-        except (SafetensorError, OSError):
-            return None  # the checks report it
-    return count or None
+    try:
+        files = map(parse_local_safetensors_file_metadata, directory.glob("model*.safetensors"))
+        return sum(sum(file.parameter_count.values()) for file in files) or None
+    except Exception:  # of a damaged header; the checks report it
+        return None
 
 
-def _read_results(results: dict[str, Any], facts: Facts) -> None:
-    """Read results.json of the training loop."""
-    if not {"metrics", "recipe"} & results.keys():  # `aft-hf evaluate --out` may have written it
-        return
-    for name, value in _flat(section(results, "metrics")):
-        split, metric = _split_of(name)
-        if _is_number(value) and _is_result(metric):
-            facts.results.append(Fact(metric, value, RESULTS, split))
-    recipe, data, paper = (section(results, "recipe", *more) for more in ((), ("data",), ("paper",)))
+def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
+    """Read the recipe of a run of the training loop."""
+    data, paper = section(recipe, "data"), section(recipe, "paper")
     facts.is_pixels = recipe.get("task") == "pixels"
     if data.get("dataset"):
         facts.dataset = str(data["dataset"])
@@ -144,27 +140,19 @@ def _read_results(results: dict[str, Any], facts: Facts) -> None:
         facts.base_model = recipe["model"]["pretrained"]
     if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
         facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
-    named: dict[str, Fact] = {}
-    for name, value in _flat(results):
-        if (
-            value is not False
-            and not NOT_LISTED.fullmatch(name)
-            and (_is_number(value) or not isinstance(value, float))
-        ):
+
+
+def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
+    """Add the results and the other values of a file; of several values of a name, the first is added."""
+    training: dict[str, Fact] = {}
+    for name, value in _flat(values):
+        split, metric = _split_of(name.removeprefix("metrics."))
+        if _is_number(value) and _is_result(metric) and (split is not None or metric != name):
+            facts.results.append(Fact(metric, value, file, split))
+        elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or not isinstance(value, (bool, float))):
             short = name.removeprefix("recipe.")
-            named.setdefault(short, Fact(short, value, RESULTS))
-    facts.training += named.values()
-    facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
-
-
-def _read_trainer(directory: Path, facts: Facts) -> None:
-    """Read the results of transformers' Trainer: all_results.json."""
-    for name, value in _flat(read_object(directory / TRAINER_RESULTS)):
-        split, metric = _split_of(name)
-        if _is_number(value) and _is_result(metric) and split is not None:
-            facts.results.append(Fact(metric, value, TRAINER_RESULTS, split))
-        elif _is_number(value):
-            facts.training.append(Fact(name, value, TRAINER_RESULTS))
+            training.setdefault(short, Fact(short, value, file))
+    facts.training += training.values()
 
 
 def _conversion(report: ConversionReport) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .errors import PublishError
+
+class PublishError(ValueError):
+    """Raised when a model cannot be published. The message says in one line what is wrong and what to do."""
 
 
 # Files of training and conversion that no model needs are not published. Neither are hidden files, except Git's own.

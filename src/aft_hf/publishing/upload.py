@@ -6,11 +6,10 @@ of the model in the repository.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
@@ -18,15 +17,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from transformers.utils import CONFIG_NAME
 
 from ..data.atomic_files import write_atomic
 from ..progress import plain_console
 from ..reading import described, shortened
 from .card import README, new_text
 from .checks import CODE, PACKAGE, find_problems
-from .errors import PublishError
-from .folder import files_by_name, files_to_upload
+from .folder import PublishError, files_by_name, files_to_upload
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
@@ -78,15 +75,14 @@ def publish(
             files differ from the local files. The message says what to do.
     """
     directory, console = Path(directory), console or plain_console()
-    if not (directory / CONFIG_NAME).is_file():
-        _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
     if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
         new[README] = text
-    _refuse_unfit(directory, new)
+    if problems := find_problems(directory, new):
+        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
     files = {name: path.stat().st_size for name, path in files_by_name(directory).items()}
     files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
     text = new.get(README) or (directory / README).read_text(encoding="utf-8")
@@ -119,11 +115,6 @@ def publish(
             raise PublishError(f"{wrong[0]} on the Hub is missing or differs from the local file")
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
     return Publication(url, commit.oid, list(files))
-
-
-def _refuse_unfit(directory: Path, new: Mapping[str, str] = MappingProxyType({})) -> None:
-    if problems := find_problems(directory, new):
-        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
 
 
 def _show(console: Console, directory: Path, repo_id: str, sizes: dict[str, int], license: str) -> None:
