@@ -8,10 +8,9 @@ from .deit import (
     WINDOW_SIZE,
     convert_deit,
 )
-from .errors import ConversionError
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
-from .report import REPORT_NAME, ConversionReport, TensorRecord
+from .report import REPORT_NAME, ConversionError, ConversionReport, TensorRecord
 from .resizing import adapt_to_image_size
 from .saving import save_converted, verify_conversion
 from .source import VisionTransformerSource, read_source

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..analysis.relative_attention import mean_attention, num_offsets, relative_attention
+from ..analysis.maps import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
 from ..data.image_size import processor_for
 from ..mixers_aft import AFTConv

@@ -16,9 +16,8 @@ from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
 from ..position_biases_aft import widen
 from .attention import fit_to_attention
-from .errors import ConversionError
-from .names import POSITIONS, Part, name_in_aft
-from .report import ConversionReport, Status, TensorRecord
+from .names import POSITIONS, Part, renamed
+from .report import ConversionError, ConversionReport, Status, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
@@ -155,7 +154,7 @@ def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Col
     """Return what an AFT with the tensors `target` copies from a source, by its names: of two heads, their mean."""
     copies: dict[str, Part] = {}
     for name, part in source.parts.items():
-        if (copied := name_in_aft(name)) not in target:
+        if (copied := renamed(name)) not in target:
             continue
         if copied in copies:
             first = copies[copied]
@@ -199,5 +198,5 @@ def _records(
         shape = tuple(tensor.shape)
         yield TensorRecord(status=status, target=name, shape=shape, sources=sources, note=fitted.get(name, ""))
     for name, part in source.parts.items():
-        if name_in_aft(name) not in copies:
+        if renamed(name) not in copies:
             yield TensorRecord(status="dropped", shape=tuple(part.tensor.shape), sources=part.sources)
