@@ -1,13 +1,7 @@
 """Conversion of pretrained weights to AFT: ViT and DeiT checkpoints of transformers, timm or the original DeiT, as in
 Table 8 of the paper, and AFT-local of labml."""
 
-from .deit import (
-    KERNEL_SIZE,
-    POSITION_BIAS_DIM,
-    POSITION_BIAS_MULTIPLIER,
-    WINDOW_SIZE,
-    convert_deit,
-)
+from .deit import convert_deit
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
 from .report import REPORT_NAME, ConversionError, ConversionReport, TensorRecord
@@ -17,11 +11,7 @@ from .source import VisionTransformerSource, read_source
 
 
 __all__ = [
-    "KERNEL_SIZE",
-    "POSITION_BIAS_DIM",
-    "POSITION_BIAS_MULTIPLIER",
     "REPORT_NAME",
-    "WINDOW_SIZE",
     "ConversionError",
     "ConversionReport",
     "ImagesOnDisk",

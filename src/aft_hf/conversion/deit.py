@@ -127,7 +127,7 @@ def convert_deit(
         versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
         tensors=list(_records(source, target, copies, fitted)),
     )
-    report.check(source_names(source), target)
+    report.check(source.names, target)
     return model.eval(), report
 
 
@@ -178,11 +178,6 @@ def _positions(positions: torch.Tensor, source: VisionTransformerSource, config:
         wide = nn.functional.interpolate(wide, size=config.grid_size, mode="bicubic", align_corners=False)
         grid = wide.flatten(2).mT.to(positions.dtype)
     return torch.cat([kept, grid], 1)
-
-
-def source_names(source: VisionTransformerSource) -> set[str]:
-    """Return the names of the tensors of a checkpoint."""
-    return {name for part in source.parts.values() for name in part.sources}
 
 
 def _records(

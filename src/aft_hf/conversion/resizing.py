@@ -1,15 +1,10 @@
 """Resize the kernels and the patches of an AFT-conv for images of another size than the training images.
 
-On a larger image, a kernel of s x s patches covers a smaller part of the image, and a smaller share of the positions
-that are averaged. So the weights exp(w) of a kernel are resampled to the new grid of patches, as the position
-embeddings of a ViT are: each new weight is the mean of the old weights over its area. The sum of the weights then
-grows with the number of patches, like the sum over the positions outside the kernel, each of which has weight 1
-(w = 0).
-
-A patch of p x p pixels, too, covers a smaller part of a larger image, and its pixels vary less than in training. So
-the weights of the patch embedding are resampled to a larger patch by the pseudoinverse of bilinear interpolation, as
-in FlexiViT (Beyer et al. 2023, arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
-The stride of the patches is unchanged, so enlarged patches overlap.
+On a larger image, a kernel of s x s patches covers a smaller part of the image. So the weights exp(w) are resampled to
+the new grid: each new weight is the mean of the old ones over its area, and the sum of the weights grows like the sum
+over the positions outside the kernel, each of which has weight 1 (w = 0). The weights of the patch embedding are
+resampled to a larger patch by the pseudoinverse of bilinear interpolation, as in FlexiViT (Beyer et al. 2023,
+arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
 """
 
 import copy

@@ -19,7 +19,7 @@ from ..data.image_size import processor_for
 from ..loading import load
 from ..modeling_aft import AFTForImageClassification
 from ..reading import explained, first_line, read_json
-from .deit import convert_deit, copied_parts, source_names
+from .deit import convert_deit, copied_parts
 from .report import REPORT_NAME, ConversionError, ConversionReport
 from .source import VisionTransformerSource, read_source
 
@@ -176,7 +176,7 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
         saved = load_file(directory / SAFE_WEIGHTS_NAME)
         options = {name: report.options[name] for name in ("source_image_size", "source_num_heads")}
     found = read_source(source, **options)
-    report.check(source_names(found), saved)
+    report.check(found.names, saved)
     if "distillation" in report.options:  # which changed all tensors
         return 0
     copies = copied_parts(found, load(AFTConfig, directory, ConversionError), saved)

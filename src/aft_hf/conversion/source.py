@@ -80,6 +80,11 @@ class VisionTransformerSource:
         return next(iter(self.parts.values())).tensor.dtype
 
     @property
+    def names(self) -> set[str]:
+        """The names of the tensors of the checkpoint."""
+        return {name for part in self.parts.values() for name in part.sources}
+
+    @property
     def grid_size(self) -> tuple[int, int]:
         """Rows and columns of patches."""
         return patch_grid(self.config)

@@ -24,7 +24,7 @@ from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, explained, read_json
 from .card import ARCHITECTURES, README, card_problems
 from .facts import RESULTS, read_object, section
-from .folder import PublishError, files_by_name, misplaced_files
+from .folder import PublishError, files_to_upload, misplaced_files
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = Ma
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):
         return problems
-    files = files_by_name(directory)
+    files, _ = files_to_upload(directory)
     for name, path in files.items():
         with explained(f"{name}: cannot be read", PublishError):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]

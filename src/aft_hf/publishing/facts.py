@@ -2,12 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import parse_local_safetensors_file_metadata
+from transformers.utils.generic import flatten_dict
 
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
@@ -71,9 +71,7 @@ class Facts:
     @property
     def was_trained(self) -> bool:
         """Whether the facts describe a training, and not only the runtime of an evaluation."""
-        return any(
-            _split_of(fact.name)[0] is None and (fact.name, fact.value) != ("epoch", 0) for fact in self.training
-        )
+        return any(not _split_of(fact.name)[0] and (fact.name, fact.value) != ("epoch", 0) for fact in self.training)
 
 
 def is_hub_id(name: str) -> bool:
@@ -104,19 +102,14 @@ def read_facts(directory: Path) -> Facts:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; it is empty if the file does not exist.
-
-    Raises:
-        PublishError: the file holds something else.
-    """
+    """Read a JSON object; it is empty if the file does not exist."""
     return read_json(path, dict[str, Any], PublishError) if path.exists() else {}
 
 
-def section(values: Any, *keys: str) -> dict[str, Any]:
-    """Return an object in nested objects. It is empty if there is none: other programs write other files."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) else {}
+def section(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in an object. It is empty if there is none: other programs write other files."""
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _count_parameters(directory: Path) -> int | None:
@@ -145,11 +138,12 @@ def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
 def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
     """Add the results and the other values of a file; of several values of a name, the first is added."""
     training: dict[str, Fact] = {}
-    for name, value in _flat(values):
+    for name, value in flatten_dict(values).items():
         split, metric = _split_of(name.removeprefix("metrics."))
-        if _is_number(value) and _is_result(metric) and (split is not None or metric != name):
+        is_result = metric.endswith(METRICS) and not metric.startswith("train")
+        if is_result and _is_number(value) and (split is not None or metric != name):
             facts.results.append(Fact(metric, value, file, split))
-        elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or not isinstance(value, (bool, float))):
+        elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or (value and not isinstance(value, float))):
             short = name.removeprefix("recipe.")
             training.setdefault(short, Fact(short, value, file))
     facts.training += training.values()
@@ -172,15 +166,6 @@ def _conversion(report: ConversionReport) -> dict[str, Any]:
     return {"source": report.source, "counts": counts, "has_new": has_new, "distillation": sentence}
 
 
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested mappings with their dotted names. A list is a leaf; empty values are skipped."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    elif values is not None and values != "" and values != []:
-        yield prefix, values
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
@@ -195,7 +180,3 @@ def _split_of(name: str) -> tuple[str | None, str]:
     """Split names like "eval_accuracy" or "validation.accuracy" into ("validation", "accuracy")."""
     head, rest = (re.split("[._]", name, maxsplit=1) + [""])[:2]
     return (SPLITS[head], rest) if head in SPLITS and rest else (None, name)
-
-
-def _is_result(name: str) -> bool:
-    return name.endswith(METRICS) and not name.startswith("train")

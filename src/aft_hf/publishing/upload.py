@@ -23,7 +23,7 @@ from ..progress import plain_console
 from ..reading import described, shortened
 from .card import README, new_text
 from .checks import CODE, PACKAGE, find_problems
-from .folder import PublishError, files_by_name, files_to_upload
+from .folder import PublishError, files_to_upload
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
@@ -83,12 +83,15 @@ def publish(
         new[README] = text
     if problems := find_problems(directory, new):
         raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
-    files = {name: path.stat().st_size for name, path in files_by_name(directory).items()}
+    kept, left_out = files_to_upload(directory)
+    files = {name: path.stat().st_size for name, path in kept.items()}
     files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
     text = new.get(README) or (directory / README).read_text(encoding="utf-8")
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    _show(console, directory, repo_id, files, ModelCard(text).data.to_dict()["license"])
+    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict()["license"]))
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}", markup=False)
     if dry_run:
         console.print("nothing was uploaded")
         return Publication(url, None, list(files))
@@ -117,17 +120,14 @@ def publish(
     return Publication(url, commit.oid, list(files))
 
 
-def _show(console: Console, directory: Path, repo_id: str, sizes: dict[str, int], license: str) -> None:
-    """Print which files are uploaded or left out."""
+def _table(title: str, sizes: dict[str, int], license: str) -> Table:
+    table = Table("file", "kind", "size", title=Text(title))
     kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}"}
-    table = Table("file", "kind", "size", title=Text(f"{directory} to {repo_id}"))
     for name, size in sizes.items():
         kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
         table.add_row(Text(name, overflow="fold"), kind, decimal(size))
     table.caption = f"{len(sizes)} files, {decimal(sum(sizes.values()))}"
-    console.print(table)
-    if left_out := [path.relative_to(directory).as_posix() for path in files_to_upload(directory)[1]]:
-        console.print(f"left out: {', '.join(left_out)}", markup=False)
+    return table
 
 
 @contextmanager
