@@ -127,11 +127,7 @@ def distill(
 def check_distillable(
     source: VisionTransformerSource, images: Sequence[Image.Image], **options: Any
 ) -> DistillationOptions:
-    """Return the checked options; those of `distill` that are none of `DistillationOptions` are left out.
-
-    Raises:
-        ValueError: an option is invalid, the source has no classifier that chooses a class, or there are no images.
-    """
+    """Return the checked options of `distill`; raise its errors that need no model."""
     try:
         settings = DistillationOptions(**{key: options[key] for key in options.keys() - {"checkpoints", "conversion"}})
     except ValidationError as problems:
@@ -157,11 +153,7 @@ def check_distillable(
 def locked_checkpoints(directory: Path) -> Iterator[bool]:
     """Lock a directory of checkpoints, and remove them at the end unless an error occurs.
 
-    Yields:
-        Whether this process is to write the model: the main process of a launch.
-
-    Raises:
-        OSError: another process uses the directory, or it cannot be written.
+    Yields whether this is the main process of the launch, which writes the model.
     """
     state = PartialState(cpu=not torch.accelerator.is_available())
     with owned(directory, temporary=True):
@@ -173,19 +165,12 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
 def student_losses(
     student: nn.Module, pixels: torch.Tensor, states: Sequence[torch.Tensor], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the losses of a student.
-
-    Args:
-        student: the model to train.
-        pixels: pixel values, (B, channels, height, width).
-        states: the teacher's hidden states before each block, (B, T, d) with the tokens that the student has.
-        logits: logits of the teacher, (B, classes).
+    """Compute the losses of a student by the logits and the hidden states before each block of the teacher.
 
     Returns:
-        The divergence KL(teacher || student) of the classes in nats; the squared errors of the outputs of the
-        embeddings and of each block but the last, relative to the variance of the teacher's, (layers,); and the share
-        of images for which the student predicts the class of the teacher. The output of the last block is left to
-        the logits, since a ViT does not use the hidden states of the patches after its last block.
+        The divergence KL(teacher || student) of the classes in nats; the squared errors of the hidden states, relative
+        to the variance of the teacher's, (layers,); and the share of images for which the student predicts the class
+        of the teacher. A ViT does not use the hidden states of the patches after its last block, so there are none.
     """
     outputs = student(pixel_values=pixels, output_hidden_states=True)
     pairs = zip(outputs.hidden_states, states)

@@ -100,10 +100,10 @@ def _inside(
 def _weight_files(source: str) -> list[Path]:
     if Path(source).is_file():
         return [Path(source)]
-    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if path := find_file(source, single, ConversionError):
-            return [path]
-        if path := find_file(source, index, ConversionError):
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if path := find_file(source, name, ConversionError):
+            if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+                return [path]
             shards = sorted(set(read_json(path, WeightsIndex, ConversionError).weight_map.values()))
             found = {shard: find_file(source, shard, ConversionError) for shard in shards}
             if missing := [shard for shard, path in found.items() if path is None]:

@@ -113,13 +113,13 @@ def _write(
     report: ConversionReport,
 ) -> None:
     """Write a conversion aside, verify it, and move its files to `directory`, or change nothing."""
-    earlier = _check_target(directory, overwrite)  # again: another process may have written there
     with move_into(directory) as aside:
         model.save_pretrained(aside)
         processor.save_pretrained(aside)
         report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
         (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
         verify_conversion(source, aside)
+        earlier = _check_target(directory, overwrite)  # again: another process may have written there
         for name in {*report.files, REPORT_NAME} - earlier:
             if os.path.lexists(directory / name):
                 raise ConversionError(
