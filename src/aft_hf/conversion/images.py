@@ -70,5 +70,7 @@ def pixel_batches(
 ) -> Iterator[torch.Tensor]:
     """Yield pixel values, (B, channels, height, width): tensors unchanged, PIL images preprocessed one by one."""
     for image in images:
-        is_tensor = isinstance(image, torch.Tensor)
-        yield image.reshape(-1, *image.shape[-3:]) if is_tensor else pixel_values(processor, [image])
+        if isinstance(image, torch.Tensor):
+            yield image.reshape(-1, *image.shape[-3:])
+        else:
+            yield pixel_values(processor, [image])
