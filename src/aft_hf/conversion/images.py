@@ -23,8 +23,6 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     Raises:
         ValueError: there are no images, or an image cannot be read.
     """
-    if limit < 1:
-        raise ValueError(f"the number of images must be at least 1, got {limit}")
     images = ImagesOnDisk(path)
     count = min(limit, len(images))
     return (images[index * len(images) // count] for index in range(count))

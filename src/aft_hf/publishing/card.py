@@ -78,7 +78,8 @@ def build_card(
     name, task = source.split("/")[-1], PIXELS if facts.is_pixels else TASKS[kind]
     distilled = facts.conversion is not None and facts.conversion["distillation"]
     pictures = [file for file in PICTURES if (directory / file).is_file()]
-    types, longest = set(config.layer_aft_types), _longest(config)
+    types = set(config.layer_aft_types)
+    is_limited = config.use_position_embeddings or types & {"full", "local"}
     return ModelCard.from_template(
         _metadata(facts, name, task, _license(directory, license)),
         template_path=str(TEMPLATE),
@@ -92,7 +93,7 @@ def build_card(
         task=task,
         pipeline=facts.architecture != "AFTModel",
         architecture=_architecture(facts),
-        longest=longest if facts.is_text else None,
+        longest=config.max_position_embeddings if is_limited else "no limit",
         any_size=not config.use_position_embeddings and types == {"conv"},
         side=math.isqrt(config.max_position_embeddings // 3),  # of the images of a model of sub-pixels
         size=" x ".join(map(str, pair(config.image_size))),
@@ -191,11 +192,6 @@ def _architecture(facts: Facts) -> dict[str, Any]:
         if value != getattr(default, name) and name not in ("id2label", "dtype") and name[0] != "_":
             rows[name.replace("_", " ")] = value
     return rows
-
-
-def _longest(config: AFTConfig) -> int | str:
-    limited = config.use_position_embeddings or set(config.layer_aft_types) & {"full", "local"}
-    return config.max_position_embeddings if limited else "no limit"
 
 
 def _label(name: str) -> str:
