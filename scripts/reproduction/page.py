@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,20 +23,21 @@ TEXT = f"""# The paper's claims at small scale
 
 Each claim is tested by training small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels
 and images). The models end far from convergence and are a fraction of the paper's size: compare the order of two
-numbers, not their values.
+numbers, not their values. Text is in bits per character or dimension, where lower is better; images in accuracy, where
+higher is better.
 
 **Rule, fixed before the runs.** Arms are compared seed by seed. The effect is our number minus the other, with the
 95 % interval of Student's t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). A comparison *holds*
 if the whole interval is on the claimed side, *does not hold* if it is on the other side, and is else *not decided*; a
-margin that a claim allows is added first. A claim holds if all of its comparisons do. Controls are ours, not the
-paper's; one that can reverse a claim counts, the others are in parentheses. Parameters are counted, and speeds have
-the interval of repeated turns: seeds do not change them. The intervals do not contain the sampling error of the test
+margin that a claim allows is added first. A claim holds if all of its comparisons do, controls included. Controls are
+ours, not the paper's; those that cannot reverse a claim are in parentheses. Seeds change neither counts of parameters
+nor speeds, which have the interval of repeated turns. The intervals do not contain the sampling error of the test
 sets, which both arms share (standard error of a score: {{errors}}).
 
 **Runs.** Each arm gets the learning rate, of three, with the lowest training loss in short runs with another seed, and
-a cosine schedule that ends. A † marks comparisons of earlier runs with three seeds, a quarter of the steps at four
-times the batch (for pixels twice), and one learning rate for all. Their data and defaults were recorded by name and
-cannot be confirmed; runs of this rule replace them as they finish. {{count}}
+a cosine schedule that ends. A † marks earlier runs: three seeds, a quarter of the steps at four times the batch (for
+pixels twice), one learning rate for all, and data recorded by name alone. Runs of this rule replace them as they
+finish. {{count}}
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -50,11 +50,14 @@ and begins no run after its hours; `--plan` lists what is left. The second write
 [its records](reproduction.json), one per line, with the learning rates and versions. The models are in
 `scripts/reproduction/arms.py`.
 
-Text is in bits per character or dimension, where lower is better; images in accuracy, where higher is better.
+## Claims
 
-| # | claim and comparisons | paper | ours | effect (95 %) | verdict |
-|---:|---|---:|---:|---:|---|
+Numbers are those of the comparison that decides; all comparisons are below.
+
+| # | claim | paper | ours | effect (95 %) | verdict | controls |
+|---:|---|---:|---:|---:|---|---|
 """
+COMPARISONS = "| comparison | paper | ours | effect (95 %) | verdict |\n|---|---:|---:|---:|---|\n"
 
 
 def write_page(records: Records, page: Path, pictures: Path) -> None:
@@ -63,40 +66,58 @@ def write_page(records: Records, page: Path, pictures: Path) -> None:
     for claim in drawn:
         save(draw(claim, records), pictures / f"claim-{claim.number}.svg")
     folder = os.path.relpath(pictures, page.parent)
-    lines = [f"![Claim {claim.number}]({folder}/claim-{claim.number}.svg)\n\n" for claim in drawn]
-    fold = ["\n<details markdown><summary>Pictures: training losses, and the scores of each seed</summary>\n\n"]
     with write_atomic(page) as file:
-        file.write("".join([render(records), *fold, *lines, "</details>\n"]).encode())
+        file.write(render(records, folder).encode())
     write_records(page.with_suffix(".json"), records.all())
 
 
-def render(records: Records) -> str:
-    """The text and the table."""
+def render(records: Records, pictures: str) -> str:
+    """The text, the table of the claims, and for each claim its comparisons and its picture, folded."""
     kinds = {"characters": "bits per character", "pixels": "bits per dimension", "images": "accuracy"}
     errors: dict[str, list[float]] = {}
     for record in records.all():
         if "test_error" in record["metrics"] and record["arm"] in ARMS:
             errors.setdefault(kinds[ARMS[record["arm"]].data], []).append(record["metrics"]["test_error"])
     said = ", ".join(f"at most {max(values):.3f} {kind}" for kind, values in errors.items())
-    said = said or "about 0.007 for an accuracy (5,000 images); not recorded for text in the earlier runs"
     known = sum(record["identity"] is not None for record in records.all())
     text = TEXT.format(
-        errors=said, count=f"{known} runs are confirmed, {len(records.all()) - known} are earlier ones."
+        errors=said or "about 0.007 for an accuracy (5,000 images)",
+        count=f"{known} runs are confirmed, {len(records.all()) - known} are earlier ones.",
     )
-    return text + "".join(line + "\n" for claim in CLAIMS.values() for line in _rows(claim, records))
+    text += "".join(_row(claim, records) for claim in CLAIMS.values()) + "\n## Comparisons\n"
+    return text + "".join(_fold(claim, records, pictures) for claim in CLAIMS.values())
 
 
-def _rows(claim: Claim, records: Records) -> Iterator[str]:
-    note = f" {claim.note}" if claim.note else ""
-    earlier = any(not records.judge(each).confirmed for each in claim.comparisons if each.judged)
-    verdict = f"**{records.verdict(claim)}**{' †' if earlier else ''}"
-    yield f"| **{claim.number}** | **{claim.says}** ({claim.where}).{note} | | | | {verdict} |"
+def _row(claim: Claim, records: Records) -> str:
+    judged = [(each, records.judge(each)) for each in claim.comparisons if each.judged]
+    verdict = records.verdict(claim)
+    own = [(each, found) for each, found in judged if not each.control]
+    deciding = next((x for x in own if x[1].verdict == verdict), own[0])
+    controls = ", ".join(_verdict(found) for each, found in judged if each.control) or "-"
+    mark = "" if all(found.confirmed for _, found in judged) else " †"
+    says = f"**{claim.says}** ({claim.where})"
+    return f"| {claim.number} | {says} | {_cells(*deciding)} | **{verdict}**{mark} | {controls} |\n"
+
+
+def _fold(claim: Claim, records: Records, pictures: str) -> str:
+    rows = []
     for each in claim.comparisons:
-        found = records.judge(each)
         name = f"control: {each.says}" if each.control else each.says
-        pairs = [each.paper or (math.nan, math.nan), (found.ours, found.other)]
-        cells = [name if each.judged else f"({name})", *(_pair(each, *pair) for pair in pairs), _effect(each, found)]
-        yield f"| | {' | '.join(cells)} | {found.verdict}{'' if found.confirmed else ' †'} |"
+        found = records.judge(each)
+        rows.append(f"| {name if each.judged else f'({name})'} | {_cells(each, found)} | {_verdict(found)} |\n")
+    picture = f"\n![Claim {claim.number}]({pictures}/claim-{claim.number}.svg)\n" if _sides(claim, records) else ""
+    note = f"{claim.note}\n\n" if claim.note else ""
+    start = f"\n<details markdown><summary>{claim.number}. {claim.says}</summary>\n\n"
+    return f"{start}{note}{COMPARISONS}{''.join(rows)}{picture}\n</details>\n"
+
+
+def _verdict(found: Judgement) -> str:
+    return found.verdict + ("" if found.confirmed else " †")
+
+
+def _cells(comparison: Comparison, found: Judgement) -> str:
+    paper = _pair(comparison, *(comparison.paper or (math.nan, math.nan)))
+    return f"{paper} | {_pair(comparison, found.ours, found.other)} | {_effect(comparison, found)}"
 
 
 def _pair(comparison: Comparison, ours: float, other: float) -> str:
