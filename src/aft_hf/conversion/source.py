@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoImageProcessor,
     DeiTConfig,
     DeiTForImageClassification,
     DeiTForImageClassificationWithTeacher,
     DeiTModel,
-    Dinov2Config,
     PreTrainedConfig,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
-    ViTMAEConfig,
     ViTModel,
 )
 from transformers.image_processing_utils import BaseImageProcessor
@@ -39,10 +38,7 @@ from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_co
 
 logger = logging.get_logger(__name__)
 
-# Config classes of the models that can be converted, by `model_type`.
-CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, "vit_mae": ViTMAEConfig}
-# Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
-IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
+MODEL_TYPES = ("vit", "deit", "dinov2", "vit_mae")  # that can be converted
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
     ("vit", ()): ViTModel,
@@ -186,15 +182,14 @@ def read_source(
 
 def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a config of transformers; raise a ConversionError unless it is that of a ViT or an equivalent model."""
-    if (model_type := values["model_type"]) not in CONFIG_CLASSES:
+    if (model_type := values["model_type"]) not in MODEL_TYPES:
         raise ConversionError(
             f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
-            f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
+            f"give one of {', '.join(map(repr, MODEL_TYPES))}"
         )
     if values.get("use_swiglu_ffn"):
         raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
-    config_class: type[PreTrainedConfig] = CONFIG_CLASSES[model_type]
-    return config_class.from_dict(dict(values), **OWN_KERNELS)
+    return CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
 
 
 def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
@@ -210,14 +205,14 @@ def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
 def _usual_image_processor(config: PreTrainedConfig) -> BaseImageProcessor:
     """Return the default image processor of a model type: ImageNet's mean and standard deviation, or 0.5 for a ViT."""
     height, width = pair(config.image_size)
-    if config.model_type in IMAGENET_NORMALIZED:
-        return image_processor(PretrainedConfig(), (height, width))
-    return ViTImageProcessorPil(size={"height": height, "width": width})
+    if config.model_type == "vit":
+        return ViTImageProcessorPil(size={"height": height, "width": width})
+    return image_processor(PretrainedConfig(), (height, width))
 
 
 def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str = "main", **options: Any) -> Any:
     """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
-    if config.model_type not in CONFIG_CLASSES or read_image_processor(source, revision=revision):
+    if config.model_type not in MODEL_TYPES or read_image_processor(source, revision=revision):
         return load(AutoImageProcessor, source, revision=revision, **options)
     usual: Any = _usual_image_processor(config)
     logger.warning(

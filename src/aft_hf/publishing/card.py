@@ -15,7 +15,7 @@ from ..modeling_aft import HEADS, AFTModel
 from ..reading import first_line
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
-from .folder import PublishError, refuse_misplaced_files
+from .folder import PublishError, misplaced_files
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -109,7 +109,8 @@ def build_card(
 
 def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
     """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
-    refuse_misplaced_files(directory)
+    if problems := misplaced_files(directory):
+        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
     path = directory / README
     written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
     if any(mark in written for mark in GENERATED):

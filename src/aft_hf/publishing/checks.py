@@ -5,7 +5,6 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ SECRETS = {
 }
 
 
-def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | None = None) -> list[str]:
     """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
@@ -59,7 +58,7 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = Ma
         directory: directory of a saved model.
         new: texts of files that will be written into `directory` before the upload, by name.
     """
-    directory = Path(directory)
+    directory, new = Path(directory), new or {}
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):

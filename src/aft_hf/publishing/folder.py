@@ -39,12 +39,6 @@ def misplaced_files(directory: Path) -> list[str]:
     return [f"{name}: {problem}" for name, problem in problems.items() if problem is not None]
 
 
-def refuse_misplaced_files(directory: Path) -> None:
-    """Raise a PublishError that lists `misplaced_files`, if there are any."""
-    if problems := misplaced_files(directory):
-        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
-
-
 def _is_left_out(name: str) -> bool:
     return _is_hidden(name) or any(fnmatch(name, pattern) for pattern in LEFT_OUT)
 
