@@ -125,22 +125,15 @@ def relative_attention(attention: torch.Tensor, grid_size: tuple[int, int]) -> t
         M, (heads, 2 rows - 1, 2 columns - 1): M[:, dr + rows - 1, dc + columns - 1] is the mean of A_tt' over all
         pairs of patches with t' dr rows below and dc columns right of t.
     """
-    totals = attention.new_zeros(attention.shape[0], num_offsets(grid_size).numel())
-    totals.index_add_(1, offset_index(grid_size).flatten(), attention.flatten(1))
-    return totals.unflatten(1, num_offsets(grid_size).shape) / num_offsets(grid_size)
+    (rows, columns), counts = grid_size, num_offsets(grid_size)
+    positions = torch.arange(rows * columns)
+    down, right = (x - x[:, None] for x in (positions // columns, positions % columns))  # (T, T), from query to key
+    index = (down + rows - 1) * counts.shape[1] + right + columns - 1
+    totals = attention.new_zeros(attention.shape[0], counts.numel())
+    return totals.index_add_(1, index.flatten(), attention.flatten(1)).unflatten(1, counts.shape) / counts
 
 
 def num_offsets(grid_size: tuple[int, int]) -> torch.Tensor:
     """Return the number of pairs of patches for each offset, (2 rows - 1, 2 columns - 1)."""
     rows, columns = (n - torch.arange(1 - n, n).abs() for n in grid_size)
     return rows[:, None] * columns
-
-
-def offset_index(grid_size: tuple[int, int]) -> torch.Tensor:
-    """Return for each query and key the index of their offset among the flattened offsets, (T, T)."""
-    rows, columns = grid_size
-    positions = torch.arange(rows * columns)
-    row, column = positions // columns, positions % columns
-    down = row[None, :] - row[:, None] + rows - 1
-    right = column[None, :] - column[:, None] + columns - 1
-    return down * (2 * columns - 1) + right

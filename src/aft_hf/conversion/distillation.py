@@ -196,7 +196,8 @@ class _Run(Training):
         # Accelerate creates a process group on CPUs only with cpu=True.
         self.accelerator = accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self.settings, self.images, self.step, self.seconds = settings, images, 0, 0.0
-        self.size, self.keeps_class_token = pair(model.config.image_size), model.config.use_cls_token
+        self.size, self.num_patches = pair(model.config.image_size), math.prod(model.config.grid_size)
+        self.keeps_class_token = model.config.use_cls_token
         self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"{self.batch_size=} is not a multiple of the {accelerator.num_processes} processes")
@@ -283,8 +284,7 @@ class _Run(Training):
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
         outputs = self.teacher(pixel_values=pixels, output_hidden_states=True, **self.teacher_options)
-        rows, columns = (side // patch for side, patch in zip(self.size, pair(self.teacher.config.patch_size)))
-        states = [x[:, -rows * columns :] for x in outputs.hidden_states[:-1]]
+        states = [x[:, -self.num_patches :] for x in outputs.hidden_states[:-1]]
         if self.keeps_class_token:
             states = [torch.cat([x[:, :1], patches], 1) for x, patches in zip(outputs.hidden_states, states)]
         return states, outputs.logits
