@@ -4,7 +4,7 @@ Table 8 of the paper, and AFT-local of labml."""
 from .deit import convert_deit
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
-from .report import REPORT_NAME, ConversionError, ConversionReport, TensorRecord
+from .report import REPORT_NAME, ConversionError, ConversionReport
 from .resizing import adapt_to_image_size
 from .saving import save_converted, verify_conversion
 from .source import VisionTransformerSource, read_source
@@ -15,7 +15,6 @@ __all__ = [
     "ConversionError",
     "ConversionReport",
     "ImagesOnDisk",
-    "TensorRecord",
     "VisionTransformerSource",
     "adapt_to_image_size",
     "convert_deit",

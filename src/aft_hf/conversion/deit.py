@@ -84,6 +84,8 @@ def convert_deit(
         TypeError: the source is neither a path nor a model.
         ValueError: an option is invalid, or does not fit this source.
     """
+    if init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     _check_finite(source.name, ((part.sources[0], part.tensor) for part in source.parts.values()))
@@ -103,7 +105,10 @@ def convert_deit(
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
     config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
-    _check_init(init, images, config)
+    if (init == "attention") != (images is not None):
+        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
+    if init == "attention" and "conv" not in config.layer_aft_types:
+        raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
     model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
     target = model.state_dict()
     copies = copied_parts(source, config, target)
@@ -139,15 +144,6 @@ def _check_finite(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
                 f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
                 "damaged, or its training diverged; give an earlier checkpoint"
             )
-
-
-def _check_init(init: str, images: Iterable[Any] | None, config: AFTConfig) -> None:
-    if init not in INITS:
-        raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
-    if (init == "attention") != (images is not None):
-        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
-    if init == "attention" and "conv" not in config.layer_aft_types:
-        raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
 
 
 def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:
