@@ -1,7 +1,8 @@
-"""Fixtures of several test files: fixed seeds, and commands that run in this process."""
+"""Fixtures of several test files: fixed seeds, commands that run in this process, and a browser."""
 
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,20 @@ def datasets_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
+
+
+@pytest.fixture(scope="module")  # until it is closed, an event loop runs in this thread
+def browser():
+    """Headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs: pip install -e '.[demo-test]'")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        # The sandbox of Chromium does not work for root, which CI runs as.
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(autouse=True)

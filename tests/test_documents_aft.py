@@ -25,26 +25,6 @@ def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
     assert Documents(STARTS).longest() == 8 and Documents(STARTS[:1]).longest() == 4
 
 
-def test_positions_skip_padding_and_only_a_row_s_first_document_continues_another():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        starts, mask = torch.rand(2, 3, 9, generator=generator) < torch.tensor([0.3, 0.6]).view(2, 1, 1)
-        starts[:, 0] = True
-        offsets = torch.randint(5, (3,), generator=generator)
-        found, rows = Documents(starts, offsets).positions(mask), Documents(starts, offsets).rows
-        begun = {int(index[0]): each.position for each in rows for index in each.index}
-        for row in range(3):
-            position = int(offsets[row])
-            for t in range(9):
-                if starts[row, t]:
-                    position = position if t == 0 else 0
-                    assert begun.pop(9 * row + t) == position
-                if mask[row, t]:
-                    assert found[row, t] == position
-                    position += 1
-        assert not begun
-
-
 def test_positions_of_padding_are_ignored():
     inputs = dict.fromkeys(PACKING_INPUTS) | {"position_ids": torch.tensor([[0, 1, 0, 1, 1]])}
     documents = packed_documents(inputs, torch.tensor([[1, 1, 1, 1, 0]]), 1, 5)

@@ -53,12 +53,6 @@ MASKS = {
 }
 
 
-def test_a_look_at_a_value_of_a_meta_tensor_raises():
-    for look in (bool, int, lambda x: x.item(), lambda x: x.tolist(), lambda x: x.nonzero(), lambda x: x.cpu()):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            look(meta())
-
-
 @variants
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_training_step_waits_for_nothing(aft_type, options, mask, computed_by):

@@ -134,11 +134,6 @@ def test_payloads_run_where_they_are_asked_to(trace):
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)
-def test_the_folders_are_whole_without_payloads(planted, command, name):
-    use(command, planted(name))
-
-
-@pytest.mark.parametrize(("command", "name"), CASES)
 def test_no_file_that_is_a_pickle_runs(planted, trace, command, name):
     for file in [path.name for path in planted(name).iterdir() if path.suffix != ".py"]:
         folder = planted(name)
@@ -223,7 +218,7 @@ def fetching(trace, monkeypatch):
 
 @pytest.mark.parametrize(("command", "name"), MORE_CASES)
 def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, fetching):
-    use(command, planted(name))
+    use(command, planted(name))  # the folders are whole without payloads
     for value in ("someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"):
         folder = planted(name)
         change_config(folder, attn_implementation=value, _attn_implementation=value, use_kernels=True)

@@ -2,31 +2,17 @@
 slower, and multiply matrices 200 times slower.
 """
 
-from functools import partial
-
 import pytest
 import torch
+from test_backend_contract_aft import STRUCTURES, WIDTH
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf import AFTSimple
 
 
 PRODUCTS = {"bmm", "baddbmm", "mm", "addmm"}
-
-LENGTH, WIDTH = 324, 32
-
-MIXERS = {
-    "full": partial(AFTFull, WIDTH, LENGTH),
-    "full causal": partial(AFTFull, WIDTH, LENGTH, causal=True),
-    "local": partial(AFTLocal, WIDTH, LENGTH, 8),
-    "local causal": partial(AFTLocal, WIDTH, LENGTH, 32, causal=True),
-    "local causal, window alone": partial(AFTLocal, WIDTH, LENGTH, 32, causal=True, global_connectivity=False),
-    "simple": partial(AFTSimple, WIDTH),
-    "simple causal": partial(AFTSimple, WIDTH, causal=True),
-    "alibi": partial(AFTAlibi, WIDTH, 8),
-    "conv causal": partial(AFTConv, WIDTH, 8, 32, spatial_dims=1, causal=True),
-    "conv": partial(AFTConv, WIDTH, 8, 7),
-}
+MIXERS = ["full", "full causal", "local, wide", "local causal, wide", "local causal, wide, window alone", "simple"]
+MIXERS += ["simple causal", "alibi causal, 8 heads", "conv causal, wide", "conv 2-D"]
 
 
 class Subnormals(TorchDispatchMode):
@@ -49,8 +35,8 @@ class Subnormals(TorchDispatchMode):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size, gradient):
     torch.manual_seed(0)
-    module = MIXERS[mixer](implementation="portable")
-    x = torch.randn(4, LENGTH, WIDTH)
+    module = STRUCTURES[mixer](implementation="portable")
+    x = torch.randn(4, 324, WIDTH)
     with torch.no_grad():
         module.k_proj.weight.mul_(size / module.k_proj(x).std())
     with Subnormals() as found:

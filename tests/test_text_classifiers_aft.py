@@ -19,7 +19,6 @@ from aft_hf import (
     AFTForCausalLM,
     AFTForSequenceClassification,
     AFTForTokenClassification,
-    AFTModel,
     build_byte_tokenizer,
     context_parallel,
 )
@@ -66,19 +65,6 @@ def test_a_padded_text_and_its_tokens_get_the_classes_that_they_get_alone(aft_ty
             torch.testing.assert_close(found[batch["attention_mask"].bool()], torch.cat(expected), **EXACT)
         else:
             torch.testing.assert_close(found, torch.stack(expected), **EXACT)
-
-
-def test_the_class_of_a_text_is_read_from_its_last_token():
-    model = build()
-    states = model.aft(ROWS[0][None]).last_hidden_state
-    torch.testing.assert_close(model(ROWS[0][None]).logits, states[:, -1] @ model.score.weight.T, **EXACT)
-
-
-def test_several_texts_need_a_padding_token():
-    model = build(pad_token_id=None)
-    assert model(ROWS[0][None]).logits.shape == (1, 3)
-    with pytest.raises(ValueError, match="no padding token is defined"):
-        model(torch.stack([ROWS[0], ROWS[0]]))
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -166,15 +152,6 @@ def test_the_pipelines_of_texts_and_tokens(saved):
         assert all(abs(a["score"] - b["score"]) < 1e-5 for a, b in zip(several, one))
     answer = pipeline("token-classification", saved(build(AFTForTokenClassification)), device="cpu")("words")
     assert [each["index"] for each in answer] == [0, 1, 2, 3, 4] and {"entity", "score", "word"} <= set(answer[0])
-
-
-@pytest.mark.parametrize("head", [AFTModel, AFTForCausalLM])
-def test_the_pipeline_of_features_of_texts(head, saved):
-    model = build(head)
-    features = np.array(pipeline("feature-extraction", saved(model), device="cpu")("A text"))
-    with torch.no_grad():
-        expected = model.base_model(torch.tensor([list(b"A text")])).last_hidden_state
-    np.testing.assert_allclose(features, expected.numpy(), atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("aft_type", ["full", "conv"])

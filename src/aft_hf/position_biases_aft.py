@@ -263,8 +263,8 @@ class GridKernel(PositionBias):
         rows, columns = self.grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
         offsets = nn.functional.pad(self.kernels, padding, value=self.outside)
-        centre = self.kernels.shape[-1] // 2
-        return offsets[:, centre : centre + 2 * rows - 1, centre : centre + 2 * columns - 1]
+        top, left = (size // 2 for size in self.kernels.shape[1:])
+        return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
 
     def dense(self, length: int) -> torch.Tensor:
         return grid_table(self.by_offset(), self.grid_size)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from aft_hf.training.evaluation import evaluate_language_model
+
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: run `make clients`")
 
@@ -39,9 +41,6 @@ def evaluate(model, tokenizer, directory, rows, **task):
 
 def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, text, tmp_path):
     """Each block predicts its own bytes but the first, which has no context, and the first of the next block."""
-    training = pytest.importorskip(
-        "aft_hf.training.evaluation", reason="needs the extra `train`: pip install -e '.[train]'"
-    )
     model = load()
     blocks = [text[start : start + BLOCK] for start in range(0, len(text), BLOCK)]
     following = [*(block[0] for block in blocks[1:]), ""]
@@ -51,9 +50,7 @@ def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, 
     metrics = [{"metric": "perplexity", "aggregation": "mean", "higher_is_better": True}]  # log-likelihoods
     task = {"output_type": "loglikelihood", "metric_list": metrics, **options}
     found = evaluate(model, tokenizer, tmp_path, rows, **task)["results"]["local"]["perplexity,none"]
-    expected = training.evaluate_language_model(
-        model, tokenizer, Dataset.from_dict({"text": [text]}), block_size=BLOCK
-    )
+    expected = evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": [text]}), block_size=BLOCK)
     bits = -found * len(blocks) / (len(text) - 1) / math.log(2)
     assert bits == pytest.approx(expected["bits_per_byte"], rel=1e-5)
 

@@ -5,8 +5,6 @@ import torch
 from client_models import AFT_TYPES, language_model
 from datasets import Dataset
 
-from aft_hf import modeling_aft
-
 
 trl = pytest.importorskip("trl", reason="needs trl: run `make clients`")
 
@@ -52,14 +50,6 @@ def test_packed_documents_give_the_same_update_as_padded_ones(form, aft_type, pa
         torch.testing.assert_close(found - before[name], expected - before[name], rtol=1e-4, atol=1e-5)
         changed += not torch.equal(expected, before[name])
     assert changed == len(before)
-
-
-def test_the_loss_of_trl_omits_the_entropy_with_a_warning(tokenizer, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(modeling_aft.logger, "warning_once", said.append)
-    model = language_model("conv", position_bias_entropy_weight=0.125)
-    tune(model, tokenizer, tmp_path, max_steps=2)
-    assert len(said) == 1 and "position_bias_entropy_weight=0.125" in said[0]
 
 
 def test_preferences_are_learned(load, tokenizer, tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -179,9 +180,7 @@ ROWS = [(path, row) for path in RECIPES if recipe_at(path).paper for row in reci
 
 def value_of(recipe, config, key):
     holder, path = (config, key.removeprefix("config.")) if key.startswith("config.") else (recipe, key)
-    for name in path.split("."):
-        holder = getattr(holder, name)
-    return holder
+    return attrgetter(path)(holder)
 
 
 @pytest.mark.parametrize(("path", "row"), ROWS, ids=[row for _, row in ROWS])

@@ -117,9 +117,7 @@ class ImageTests(AFTTests):
     def test_inputs_embeds(self):
         pass
 
-    @unittest.skip("an image model embeds patches and takes no inputs_embeds, like the ViT of transformers")
-    def test_inputs_embeds_matches_input_ids(self):
-        pass
+    test_inputs_embeds_matches_input_ids = test_inputs_embeds
 
     def test_model_get_set_embeddings(self):
         """The common test expects a token embedding; here a convolution embeds patches, as in ViT."""

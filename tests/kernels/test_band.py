@@ -6,8 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from aft_hf import AFTLocal
-from aft_hf.caching_aft import AFTLayerState
 from aft_hf.kernels import operators
 from aft_hf.kernels.library import runnable_variants
 
@@ -96,21 +94,3 @@ def test_arguments_that_do_not_match_are_errors(factors, variant):
         OPS.band(*factors, 0, 5, 0)
     with pytest.raises(ValueError, match="gradient must be"):
         OPS.band_backward(torch.ones(1, 5, 1, 3), *factors, 0, 4, 3)
-
-
-@pytest.mark.parametrize("multiplier", (1.0, 30.0))
-def test_local_uses_it_in_sequences_and_states(multiplier, variant, monkeypatch):
-    calls, operator = [], operators._run
-    monkeypatch.setattr(operators, "_run", lambda kernel, fields: calls.append(kernel) or operator(kernel, fields))
-    mixer = AFTLocal(16, 40, 5, causal=True, position_bias_dim=4, position_bias_multiplier=multiplier)
-    x, state = torch.randn(2, 12, 16), AFTLayerState(window=4)
-    with torch.no_grad():
-        mixer.implementation = "reference"
-        expected = mixer(x)
-        mixer.implementation = "auto"
-        found = [mixer(x), torch.cat([mixer(part, state=state) for part in x.split((5, 1, 6), 1)], 1)]
-    assert calls.count("band") == 4
-    for y in found:
-        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
-    mixer.position_bias_key.data = mixer.position_bias_key.data.bfloat16()  # of another dtype than u
-    torch.testing.assert_close(mixer(x), expected, rtol=0.02, atol=0.02)

@@ -10,12 +10,13 @@ from functools import partial
 import pytest
 import test_backend_contract_aft as contract
 import torch
+from test_backend_contract_aft import structures
+from tiny_models import language_model
 from torch import nn
 
-from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTFull, AFTLocal, AFTSimple, mixing_aft
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple, mixing_aft
 from aft_hf.caching_aft import AFTStaticLayerState
 from aft_hf.kernels.operators import portable_causal
-from aft_hf.mixing_aft import Documents, Mixing, mix
 
 
 pytest.importorskip("triton")
@@ -38,7 +39,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 KERNELS = ["simple causal", "alibi causal", "local causal", "full causal", "local causal, window alone", "conv causal"]
 FEW = ["alibi causal", "local causal"]
 BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key per feature", "conv"]
-structures = partial(pytest.mark.parametrize, "structure")
 
 
 @pytest.fixture(autouse=True)
@@ -90,27 +90,23 @@ def test_kernels_equal_the_reference(structure, dtype, batch, length, seen, laun
 
 
 @pytest.mark.parametrize(
-    ("structure", "keys"),
+    ("structure", "keys", "largest_bias"),
     [
-        ("alibi causal", "x 90"),
-        ("alibi causal", "a rising ramp"),
-        ("local causal", "all 1e4"),
-        ("local causal", "one huge, late"),
-        ("full causal", "up to 1e4"),
-        ("conv causal", "x 30"),
-        ("full", "x 90"),
-        ("conv 2-D", "x 30"),
+        ("alibi causal", "x 90", None),
+        ("alibi causal", "a rising ramp", None),
+        ("local causal", "all 1e4", None),
+        ("local causal", "one huge, late", None),
+        ("full causal", "up to 1e4", None),
+        ("conv causal", "x 30", None),
+        ("full", "x 90", None),
+        ("conv 2-D", "x 30", None),
+        ("local causal", "x 90", 150.0),
+        ("full causal", "moderate", 150.0),
+        ("full", "x 30", 150.0),
     ],
 )
-def test_large_keys_are_finite_and_right(structure, keys, launched):
-    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys), TRITON)
-
-
-@pytest.mark.parametrize(
-    ("structure", "keys"), (("local causal", "x 90"), ("full causal", "moderate"), ("full", "x 30"))
-)
-def test_position_biases_that_span_300_are_right(structure, keys, launched):
-    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=150.0), TRITON)
+def test_large_keys_and_biases_are_finite_and_right(structure, keys, largest_bias, launched):
+    contract.assert_exact(contract.case(structure, FP32, 1, 65, keys=keys, scale=largest_bias), TRITON)
 
 
 @pytest.mark.parametrize(("structure", "keys"), (("local causal", "x 90"), ("simple causal", "moderate")))
@@ -134,32 +130,6 @@ def test_later_tokens_do_not_change_earlier_outputs(structure, launched):
             changed = x.clone()
             changed[:, last + 1 :] += contract.LATER[later]
             contract.at_most(mixer(changed)[:, : last + 1], expected[:, : last + 1])
-
-
-@structures([*FEW, "conv causal"])
-def test_a_document_does_not_reach_another(structure, launched):
-    mixer, x = contract.keys_are_inputs(contract.build(structure, TRITON)), torch.randn(1, 70, contract.WIDTH)
-    starts = torch.zeros(1, 70, dtype=torch.bool)
-    starts[:, [0, 18, 23, 40, 64]] = True
-    documents, x = Documents(starts.to(DEVICE)), x.to(DEVICE)
-    with torch.no_grad():
-        expected = mixer(x, documents=documents)
-        for size in (1e4, torch.nan):
-            x[0, 19] = size
-            found = mixer(x, documents=documents)
-            for places in (slice(0, 18), slice(23, 70)):
-                contract.at_most(found[:, places], expected[:, places])
-
-
-@structures(FEW)
-def test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(structure, launched):
-    contract.test_gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset(
-        structure, 100.0, BF16, TRITON
-    )
-
-
-def test_nan_in_one_row_does_not_reach_another(launched):
-    contract.test_nan_in_one_row_does_not_reach_another("local causal", TRITON)
 
 
 @pytest.mark.parametrize(("structure", "seen"), (("alibi causal", "everything"), ("local causal", "documents")))
@@ -203,27 +173,8 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     assert all((_query(arguments) is not None) == fused for arguments in launched)
 
 
-@pytest.mark.parametrize("implementation", ("portable", "auto"))
-@pytest.mark.parametrize("seen", ("everything", "holes", "documents and padding"))
-def test_every_backend_multiplies_by_the_gate_of_a_problem(implementation, seen):
-    given = contract.case("local causal", FP32, 2, 35, seen)
-    query = torch.randn(2, 35, contract.WIDTH)
-    biases = given.mixer.biases(given.value)
-    problem = Mixing(given.key, given.value, 1, biases, True, query=query, **given.fields)
-    expected, real = mix(problem, "reference"), given.weight.ne(0)
-    moved = {
-        name: contract.to_device(x, DEVICE) if isinstance(x, (torch.Tensor, Documents)) else x
-        for name, x in {**vars(problem), "biases": given.mixer.to(DEVICE).biases(given.value.to(DEVICE))}.items()
-    }
-    found = mix(Mixing(**moved), implementation).cpu()
-    given.mixer.cpu()
-    contract.at_most((found * real).detach(), (expected * real).detach(), contract.tolerance(FP32, 35))
-
-
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
-    config = AFTConfig(hidden_size=16, num_hidden_layers=2, max_position_embeddings=64, aft_type=["local", "simple"])
-    config.position_bias_dim = 4
-    model = AFTForCausalLM(config).to(DEVICE)
+    model = language_model(["local", "simple"], hidden_size=16, num_heads=1).to(DEVICE)
     ids = torch.randint(0, 256, (2, 40), device=DEVICE)
     mask = contract.padding_mask("left", 2, 40).to(DEVICE)
     found = []
@@ -243,48 +194,24 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 # ------------------------------------------------------------------------------- ordinary tensors, operators, tracing
 
 
-@structures(["local causal"])
-def test_outputs_and_gradients_are_ordinary_tensors(structure, launched):
-    contract.test_the_output_may_be_changed_in_place(structure, "y.mul_(2)", TRITON)
-    contract.test_inputs_and_gradients_need_not_be_contiguous(structure, TRITON)
-    contract.test_changing_an_input_before_the_backward_pass_is_an_error(structure, TRITON)
-    contract.test_nothing_is_kept_where_no_gradient_is_needed(structure, TRITON)
-    contract.test_only_what_is_trained_gets_a_gradient(structure, "position_bias", TRITON)
-    contract.test_only_what_is_trained_gets_a_gradient(structure, "v_proj", TRITON)
+OF_THE_CONTRACT = [
+    ("nan_in_one_row_does_not_reach_another", "local causal"),
+    ("the_output_may_be_changed_in_place", "local causal"),
+    ("inputs_and_gradients_need_not_be_contiguous", "local causal"),
+    ("changing_an_input_before_the_backward_pass_is_an_error", "local causal"),
+    ("nothing_is_kept_where_no_gradient_is_needed", "local causal"),
+    ("only_what_is_trained_gets_a_gradient", "local causal", "position_bias"),
+    ("only_what_is_trained_gets_a_gradient", "local causal", "v_proj"),
+    *(("a_document_does_not_reach_another", x, size) for x in (*FEW, "conv causal") for size in (1e4, torch.nan)),
+    *(("batched_gradients_are_the_gradients_one_by_one", x) for x in (*FEW, "full")),
+    *(("gradients_are_as_exact_as_the_reference_s_where_values_share_an_offset", x, 100.0, BF16) for x in FEW),
+]
 
 
-@structures([*FEW, "full"])
-def test_batched_gradients_are_the_gradients_one_by_one(structure, launched):
-    contract.test_batched_gradients_are_the_gradients_one_by_one(structure, TRITON)
-
-
-@pytest.mark.parametrize(
-    ("structure", "seen"),
-    (("full causal", "everything"), ("alibi causal", "documents"), ("local causal, window alone", "documents")),
-)
-def test_gradients_of_gradients_are_those_of_the_reference(structure, seen, launched):
-    given, found = contract.case(structure, FP32, 2, 35, seen), []
-    for implementation in ("auto", "reference"):
-        key, value = (x.to(DEVICE).requires_grad_() for x in (given.key.clone(), given.value.clone()))
-        mixer = given.mixer.to(DEVICE)
-        fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
-        problem = Mixing(key, value, mixer.num_heads, mixer.biases(value), True, **fields)
-        inputs = [key, value, *contract.learned(mixer).values()]
-        first = torch.autograd.grad(mix(problem, implementation).square().sum(), key, create_graph=True)[0]
-        found.append(torch.autograd.grad(first.square().sum(), inputs, materialize_grads=True))
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * found[1][0].abs().max().item())
-    given.mixer.cpu()
-
-
-@structures(FEW)
-def test_vmap_is_a_loop_of_another_backend(structure):
-    contract.test_vmap_is_a_loop(structure, "inputs", TRITON)
-
-
-@structures([*FEW, "full"])
-def test_meta_tensors_work_with_gradients(structure):
-    contract.test_meta_tensors_work_with_gradients(structure, TRITON)
+@pytest.mark.parametrize("case", OF_THE_CONTRACT, ids=str)
+def test_the_kernels_pass_a_test_of_the_contract(case, launched):
+    name, *arguments = case
+    getattr(contract, f"test_{name}")(*arguments, TRITON)
 
 
 @structures(["local causal"])

@@ -8,21 +8,20 @@ from functools import partial
 import pytest
 import test_backend_contract_aft as contract
 import torch
+from test_backend_contract_aft import structures
+from tiny_models import language_model
 
-from aft_hf import AFTAlibi, AFTConfig, AFTConv, AFTForCausalLM, AFTLocal, AFTSimple
+from aft_hf import AFTAlibi, AFTConv, AFTLocal, AFTSimple
 from aft_hf.caching_aft import AFTLayerState, AFTStaticLayerState
 
 
 pytest.importorskip("triton")
 
-from test_triton import registered  # noqa: F401
+from test_triton import BF16, DEVICE, FP32, TRITON, registered  # noqa: F401
 
 from aft_hf.kernels.triton import launch as launches
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, FP32 = torch.bfloat16, torch.float32
-TRITON = contract.Backend("auto", DEVICE)
 WIDE = {
     "a window of 40 and 2 heads of 35 features": partial(AFTLocal, 70, 200, 40, num_heads=2, position_bias_dim=4),
     "a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 5, spatial_dims=1),
@@ -33,7 +32,6 @@ WIDE = {
 }
 STRUCTURES = ["simple causal", "alibi causal", "local causal", "local causal, wide", "local causal, table"]
 STRUCTURES += ["local causal, window alone", "local causal, 2 heads", "conv causal", "conv causal, window alone"]
-structures = partial(pytest.mark.parametrize, "structure")
 
 
 def _counted(calls, name, compute, *arguments, **options):
@@ -122,12 +120,7 @@ def test_large_keys_are_finite_and_right(structure, keys, computed):
     assert_decodes(mixer, inputs.to(DEVICE), (36, 1, 1, 1))
 
 
-def language_model(aft_type: str, implementation: str, **options) -> AFTForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 40, "position_bias_dim": 4}
-    sizes |= {"max_position_embeddings": 64, "window_size": 5, "kernel_size": 4, **options}
-    config = AFTConfig(aft_type=aft_type, mixing_implementation=implementation, position_bias_init_std=1.0, **sizes)
-    return AFTForCausalLM(config).eval().to(DEVICE)
+SMALL = {"hidden_size": 16, "num_heads": 2, "vocab_size": 40, "window_size": 5, "kernel_size": 4}
 
 
 @pytest.mark.parametrize(("aft_type", "cache"), (("local", "static"), ("conv", None)))
@@ -137,7 +130,7 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
     mask[1, :4] = 0
     found = []
     for implementation in ("auto", "portable"):
-        model = language_model(aft_type, implementation)
+        model = language_model(aft_type, mixing_implementation=implementation, **SMALL).to(DEVICE)
         options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
         found.append(model.generate(ids, attention_mask=mask, **options))
     assert torch.equal(*found)
@@ -145,7 +138,7 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
 
 def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
     torch._dynamo.reset()
-    model = language_model("local", "auto", num_hidden_layers=1)
+    model = language_model("local", **SMALL | {"num_hidden_layers": 1}).to(DEVICE)
     ids = torch.randint(0, 40, (2, 7), device=DEVICE)
     compiled, logits = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False), []
     with torch.no_grad():
@@ -157,17 +150,6 @@ def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
             assert places == [x.data_ptr() for layer in cache.layers for x in layer._tensors().values()]
             assert int(cache.get_seq_length()) == 10
     torch.testing.assert_close(*logits)
-
-
-def test_a_state_that_was_filled_in_inference_mode_is_continued_without_it(computed):
-    mixer, x, found = build("local causal"), torch.randn(1, 8, contract.WIDTH, device=DEVICE), []
-    for mode in (torch.inference_mode, torch.no_grad):
-        state = AFTLayerState(mixer.state_window)
-        with mode():
-            mixer(x, state=state)
-        with torch.no_grad():
-            found.append(mixer(x[:, :1], state=state))
-    torch.testing.assert_close(*found)
 
 
 def test_where_gradients_are_asked_for_another_backend_decodes():

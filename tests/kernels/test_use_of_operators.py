@@ -45,18 +45,6 @@ def test_the_default_dtype_of_torch_does_not_matter(mixer, dtype):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("threads", (1, 3, 8))
-def test_gradients_are_the_same_in_every_repetition(mixer, threads):
-    x, before = torch.randn(16, 36, 16), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        expected = gradients(mixer, x)
-        for _ in range(5):
-            assert all(torch.equal(a, b) for a, b in zip(gradients(mixer, x), expected))
-    finally:
-        torch.set_num_threads(before)
-
-
 @torch.no_grad()
 def test_a_pickled_mixer_computes_the_same_in_a_forked_worker_of_a_data_loader(mixer):
     x = torch.randn(2, 36, 16)

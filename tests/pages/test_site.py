@@ -4,7 +4,6 @@ import functools
 import http.server
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ import pytest
 for name in ("mkdocs", "mkdocstrings", "latex2mathml"):
     pytest.importorskip(name, reason="the site needs: pip install -c constraints.txt -e '.[docs]'")
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TALLEST = 6 * 900  # pixels
 TALLER = {"reproduction"}  # a row for each comparison
 pytestmark = pytest.mark.slow
@@ -48,17 +46,6 @@ def test_the_reference_shows_values_and_the_search_has_an_index(site):
     assert "data.augmentation.mixup" in keys
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert any("streaming" in section["text"].lower() for section in sections)  # the search finds it
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs: pip install -e '.[demo-test]'")
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.mark.parametrize(("width", "height"), ((1280, 900), (390, 844)), ids=("desktop", "phone"))

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1] / "conversion"))  # for the states of test_labml.py
 
 # Building a model is slow by the standards of hypothesis, and no test here measures time.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}

@@ -1,7 +1,6 @@
 """Property tests of the command line: whatever a file holds, the command succeeds or reports the error in one line."""
 
 import contextlib
-import functools
 import io
 import json
 import math
@@ -84,7 +83,6 @@ JSON = st.recursive(
 )
 
 
-@functools.cache
 def content(root: Path, reader: str, file: str):
     path = root / READERS[reader][0] / file
     return json.loads(path.read_text())

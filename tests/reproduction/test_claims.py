@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scripts.reproduction.arms import ARMS, RATES, RECIPES, SPEEDS, TRAININGS
+from scripts.reproduction.arms import ARMS, SPEEDS, TRAININGS
 from scripts.reproduction.claims import CLAIMS, ORDER
 from scripts.reproduction.measures import MEASURES
 from scripts.reproduction.running import SEARCH_SEED, Run, Runner
@@ -88,15 +88,7 @@ def test_both_aft_convs_of_claim_13_learn_their_biases_equally_fast(runner):
     assert {("conv-of-vit", name, True) for name in ("conv-new", "conv-new-long", "vit-continued")} == set(pairs(13))
 
 
-def test_every_kind_of_data_has_rates_to_choose_from_and_both_sides_of_a_speed_arm_the_same_width_and_depth():
-    assert RATES.keys() == RECIPES.keys() and {len(rates) for rates in RATES.values()} == {3}
+def test_both_sides_of_a_speed_arm_have_the_same_width_and_depth():
     assert all(
         arm.ours[key] == arm.peer[key] for arm in SPEEDS.values() for key in ("hidden_size", "num_hidden_layers")
     )
-
-
-def test_data_that_are_missing_are_named(tmp_path):
-    with pytest.raises(ValueError, match="--text"):
-        Runner(tmp_path).recipe(Run("characters"))
-    with pytest.raises(ValueError, match="--images"):
-        Runner(tmp_path, text="generated").recipe(Run("conv"))

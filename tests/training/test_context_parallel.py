@@ -12,15 +12,14 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
+from tiny_models import image_model, language_model
 from torch import distributed
 from torch.utils.data import DataLoader
 
 from aft_hf import (
     AFTBackbone,
-    AFTConfig,
     AFTConv,
     AFTForCausalLM,
-    AFTForImageClassification,
     AFTLocal,
     AFTSimple,
     context_parallel,
@@ -38,32 +37,19 @@ WINDOW, PATCH, KERNEL = 7, 2, 5
 Case = tuple[Any, dict[str, torch.Tensor]]  # a model and its whole inputs
 
 
-def varied(model: Any, hostile: bool = False) -> Any:
-    """Make layers differ from a plain average; hostile keys are large and have a large offset."""
+def with_large_keys(model: Any) -> Any:
+    """Give the keys of a model a large size and a large offset."""
     with torch.no_grad():
-        for layer in getattr(model, "aft", model).layers:
-            if isinstance(layer.mixer, AFTConv):
-                layer.mixer.kernel_scale += 1.5
-            if hostile:
-                layer.mixer.k_proj.weight *= 30
-                layer.mixer.k_proj.bias += 200
+        for layer in model.aft.layers:
+            layer.mixer.k_proj.weight *= 30
+            layer.mixer.k_proj.bias += 200
     return model
 
 
-def build_model(aft_type: str | list[str], hostile: bool = False, **options: Any) -> AFTForCausalLM:
-    torch.manual_seed(0)
-    config = AFTConfig(
-        aft_type=aft_type,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_heads=2,
-        kernel_size=WINDOW,
-        vocab_size=16,
-        initializer_range=0.3,
-        position_bias_init_std=0.7,
-        **{"position_bias_dim": 4, "window_size": WINDOW, "max_position_embeddings": 64} | options,
-    )
-    return varied(AFTForCausalLM(config), hostile)
+def build_model(aft_type: str | list[str], **options: Any) -> AFTForCausalLM:
+    sizes = {"hidden_size": 16, "num_heads": 2, "vocab_size": 16, "max_position_embeddings": 64}
+    sizes |= {"kernel_size": WINDOW, "window_size": WINDOW, "initializer_range": 0.3}
+    return language_model(aft_type, **(sizes | options))
 
 
 def build_inputs(kind: str) -> dict[str, torch.Tensor]:
@@ -84,30 +70,19 @@ def build_inputs(kind: str) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def text(aft_type: str | list[str], kind: str = "plain", selected: bool = False, **options: Any) -> Case:
-    model = build_model(aft_type, **options)
-    return model.eval() if selected else model, build_inputs(kind)
+def text(aft_type: str | list[str], kind: str = "plain", **options: Any) -> Case:
+    return build_model(aft_type, **options), build_inputs(kind)
 
 
-def image_config(rows: int, columns: int, **options: Any) -> AFTConfig:
-    return AFTConfig(
-        modality="image",
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_heads=2,
-        patch_size=PATCH,
-        image_size=[rows * PATCH, columns * PATCH],
-        num_labels=5,
-        initializer_range=0.3,
-        **{"aft_type": "conv", "kernel_size": KERNEL, "use_cls_token": False} | options,
-    )
+def model_of_images(rows: int, columns: int, **options: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_labels": 5, "kernel_size": KERNEL, "use_cls_token": False}
+    sizes |= {"patch_size": PATCH, "image_size": [rows * PATCH, columns * PATCH], "initializer_range": 0.3}
+    return image_model(**(sizes | options))
 
 
-def image(rows: int = 11, columns: int = 3, hostile: bool = False, **options: Any) -> Case:
-    torch.manual_seed(0)
-    model = varied(AFTForImageClassification(image_config(rows, columns, **options)).eval(), hostile)
+def image(rows: int = 11, columns: int = 3, **options: Any) -> Case:
     pixels = torch.randn(BATCH, 3, rows * PATCH, columns * PATCH, generator=torch.Generator().manual_seed(1))
-    return model, {"pixel_values": pixels, "labels": torch.arange(BATCH)}
+    return model_of_images(rows, columns, **options), {"pixel_values": pixels, "labels": torch.arange(BATCH)}
 
 
 def checkpointed(build: Callable[..., Case], *arguments: Any) -> Case:
@@ -127,7 +102,7 @@ CASES |= {
     "conv-window alone": partial(text, "conv", "documents", global_connectivity=False),
     "local-table": partial(text, "local", "padding", position_bias_dim=None),
     "local-wide": partial(text, "local", window_size=60),
-    "conv-selected": partial(text, "conv", selected=True, position_bias_selection="gumbel"),
+    "conv-selected": partial(text, "conv", position_bias_selection="gumbel"),
     "conv-entropy": partial(text, "conv", "padding", position_bias_entropy_weight=0.1),
     "mixed-reference": partial(text, ["simple", "local"], "both", mixing_implementation="reference"),
     "local-checkpointing": partial(checkpointed, text, "local"),
@@ -144,9 +119,7 @@ CASES |= {
     "images, reference": partial(image, mixing_implementation="reference"),
     "images, checkpointing": partial(checkpointed, image),
 }
-HOSTILE = {aft_type: partial(text, aft_type, hostile=True) for aft_type in TYPES} | {
-    "images": partial(image, hostile=True)
-}
+HOSTILE = {aft_type: partial(text, aft_type) for aft_type in TYPES} | {"images": image}  # with large keys
 
 
 def whole(x: torch.Tensor, group: Any, dim: int = 1) -> torch.Tensor:
@@ -190,6 +163,11 @@ def outcome(model: Any, inputs: dict[str, torch.Tensor], group: Any = None) -> d
     return found | {"loss": output.loss.detach()} | averaged_gradients(model, group)
 
 
+def outcome_of_large_keys(case: str, group: Any = None) -> dict[str, torch.Tensor]:
+    model, inputs = HOSTILE[case]()
+    return outcome(with_large_keys(model), inputs, group)
+
+
 def exact_outcome(case: str) -> tuple[dict[str, torch.Tensor], float]:
     """Return the outcome in float64, and the relative error to expect in float32.
 
@@ -197,7 +175,7 @@ def exact_outcome(case: str) -> tuple[dict[str, torch.Tensor], float]:
     when w is added.
     """
     (model, inputs), largest = HOSTILE[case](), []
-    for layer in model.double().aft.layers:
+    for layer in with_large_keys(model).double().aft.layers:
         layer.mixer.k_proj.register_forward_hook(
             lambda module, given, key: largest.append(float(key.detach().abs().max()))
         )
@@ -239,8 +217,7 @@ def bytes_of_a_layer(kind: str, length: int, group: Any) -> dict[str, int]:
 @torch.no_grad()
 def feature_map(group: Any = None) -> torch.Tensor:
     """Return the feature map of a grid too large for a table of all pairs, from shards of very different heights."""
-    torch.manual_seed(0)
-    model, pixels = varied(AFTBackbone(image_config(64, 50)).eval()), torch.randn(1, 3, 64 * PATCH, 50 * PATCH)
+    model, pixels = model_of_images(64, 50, head=AFTBackbone), torch.randn(1, 3, 64 * PATCH, 50 * PATCH)
     if group is None:
         return model(pixels).feature_maps[0]
     first = 64 - 3 * (group.size() - 1)
@@ -271,7 +248,7 @@ PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
 @torch.no_grad()
 def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     """Return logits of tokens after a prompt, one or several at a time; one process or a group reads the prompt."""
-    model, inputs = build_model(aft_type).eval(), build_inputs(kind)
+    model, inputs = text(aft_type, kind)
     labels = inputs.pop("labels")
     given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
     with nullcontext() if group is None else context_parallel(group):
@@ -305,7 +282,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "must continue those of the shard before it": lambda group: build_model("conv")(
         TOKENS, position_ids=torch.arange(3, 11)[None]
     ),
-    "do not continue one": lambda group: build_model("conv")(TOKENS, cache=build_model("conv").eval()(TOKENS).cache),
+    "do not continue one": lambda group: build_model("conv")(TOKENS, cache=build_model("conv")(TOKENS).cache),
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
 WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process
@@ -338,7 +315,7 @@ def compute(directory: Path) -> None:
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
     found: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
-    found["hostile"] = {name: outcome(*case(), group) for name, case in HOSTILE.items()}
+    found["hostile"] = {name: outcome_of_large_keys(name, group) for name in HOSTILE}
     found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in HOSTILE for length in (51, 300)}
     found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
     found["feature map"] = feature_map(group)
@@ -374,7 +351,7 @@ def test_shards_have_the_outputs_the_loss_and_the_gradients_of_the_whole(found, 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_shards_of_large_keys_are_as_exact_as_float32_knows_them(found, case):
     exact, bound = exact_outcome(case)
-    for result in [outcome(*HOSTILE[case]()), *(process["hostile"][case] for process in found)]:
+    for result in [outcome_of_large_keys(case), *(process["hostile"][case] for process in found)]:
         assert_near(result, exact, bound)
 
 
