@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoImageProcessor,
-    DeiTConfig,
-    DeiTForImageClassification,
-    DeiTForImageClassificationWithTeacher,
-    DeiTModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-)
+import transformers
+from transformers import CONFIG_MAPPING, AutoImageProcessor, DeiTConfig, PreTrainedConfig, PreTrainedModel, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.utils import CONFIG_NAME, logging
@@ -41,11 +30,11 @@ logger = logging.get_logger(__name__)
 MODEL_TYPES = ("vit", "deit", "dinov2", "vit_mae")  # that can be converted
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
-    ("vit", ()): ViTModel,
-    ("vit", HEAD): ViTForImageClassification,
-    ("deit", ()): DeiTModel,
-    ("deit", HEAD): DeiTForImageClassification,
-    ("deit", DISTILLED_HEADS): DeiTForImageClassificationWithTeacher,
+    ("vit", ()): transformers.ViTModel,
+    ("vit", HEAD): transformers.ViTForImageClassification,
+    ("deit", ()): transformers.DeiTModel,
+    ("deit", HEAD): transformers.DeiTForImageClassification,
+    ("deit", DISTILLED_HEADS): transformers.DeiTForImageClassificationWithTeacher,
 }
 
 
