@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -64,9 +63,6 @@ class Variant(NamedTuple):
     kernel: str
     arguments: tuple[tuple[str, str, Any, bool], ...]
     warps: int
-
-    def constant(self, name: str) -> Any:
-        return next((value for other, _, value, _ in self.arguments if other == name), None)
 
 
 class Compiled(NamedTuple):
@@ -230,21 +226,6 @@ def failures(found: Compiled, spills: int) -> str:
     return f"needs {found.shared} bytes of shared memory, more than {limit}" if found.shared > limit else ""
 
 
-def summary(table: list[dict]) -> str:
-    """A Markdown table with the number of variants of each kernel and GPU, and the maximum of each resource."""
-    lines = [
-        "| kernel | GPU | variants | registers | spilled bytes per thread | shared bytes |",
-        "|---|---|---|---|---|---|",
-    ]
-    variants = defaultdict(list)
-    for entry in table:
-        variants[entry["kernel"].removesuffix("_kernel"), entry["architecture"]].append(entry)
-    for (kernel, architecture), entries in sorted(variants.items()):
-        most = (max(entry[name] for entry in entries) for name in ("registers", "spilled", "shared"))
-        lines.append(f"| {kernel} | sm_{architecture} | {len(entries)} | {' | '.join(map(str, most))} |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90], help="compute capabilities")
@@ -265,9 +246,8 @@ def main() -> int:
         return 1
     print(f"{len(variants)} variants for {' and '.join(f'sm_{sm}' for sm in arguments.architectures)}", flush=True)
     row = "{:6} {:32} {:42} {:>5} {:>9} {:>6} {:>7} {:>8}  {}"
-    print(
-        row.format("GPU", "kernel", "first needed by", "warps", "registers", "spill", "shared", "instr.", "products")
-    )
+    titles = ("GPU", "kernel", "first needed by", "warps", "registers", "spill", "shared", "instr.", "products")
+    print(row.format(*titles))
     failed, table = [], []
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         for found in pool.map(compile_variant, *zip(*wanted)):
@@ -284,7 +264,6 @@ def main() -> int:
             table.append(entry)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(table, indent=1) + "\n")
-    print(summary(table))
     print(f"{len(table) - len(failed)} of {len(table)} accepted", *failed, sep="\n")
     return 1 if failed else 0
 

@@ -152,7 +152,7 @@ def image(
     for name, model, path in rows:
         (accuracy, speed), (accuracy_larger, _) = (_evaluate(model, data) for data in sizes)
         numbers = f"{model.num_parameters() / 1e6:.2f} M", f"{accuracy:.1%}", f"{accuracy_larger:.1%}", f"{speed:.0f}"
-        table.add_row(name, *numbers, _within(path, out))
+        table.add_row(name, *numbers, str(path.relative_to(out) if path.is_relative_to(out) else path))
         expected[path] = accuracy
         _save_results(path, **training[path], eval_accuracy=accuracy, eval_samples=len(test))
     console.print(table)
@@ -162,10 +162,6 @@ def image(
     check = [sys.executable, __file__, "check-image", str(tuned_path), str(expected[tuned_path])]
     subprocess.run(check, check=True)
     _done(started, short)
-
-
-def _within(path: Path, directory: Path) -> str:
-    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
 @app.command(hidden=True)
@@ -228,22 +224,24 @@ def _pixels(pairs, processor, size: int | None = None) -> list[dict[str, torch.T
 
 def _fine_tune(model: PreTrainedModel, data: list, *, epochs: int, out: Path) -> dict[str, float]:
     """Train with labels like any model of transformers, and return Trainer's metrics: seconds, loss, epochs."""
-    arguments = TrainingArguments(
+    options = {"learning_rate": 1e-3, "weight_decay": 0.05, "per_device_train_batch_size": 32}
+    arguments = _arguments(out, num_train_epochs=epochs, logging_strategy="epoch", **options)
+    return Trainer(model, arguments, train_dataset=data).train().metrics
+
+
+def _arguments(out: Path, **options) -> TrainingArguments:
+    """The arguments of Trainer that images and text have in common."""
+    return TrainingArguments(
         output_dir=str(out / "trainer"),
-        num_train_epochs=epochs,
-        learning_rate=1e-3,
-        weight_decay=0.05,
-        per_device_train_batch_size=32,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
-        logging_strategy="epoch",
-        use_cpu=True,  # the measurements below are on the CPU
+        use_cpu=True,  # the measurements are on the CPU
         save_strategy="no",
         disable_tqdm=not sys.stderr.isatty(),  # a log gets a line per report, not a bar per step
         report_to="none",
         seed=0,
+        **options,
     )
-    return Trainer(model, arguments, train_dataset=data).train().metrics
 
 
 @torch.inference_mode()
@@ -295,21 +293,11 @@ def text(
     model = AFTForCausalLM(config)
 
     console.rule("1. Training on the documentation of Python")
-    arguments = TrainingArguments(
-        output_dir=str(out / "trainer"),
-        max_steps=20 if short else 300,
-        per_device_train_batch_size=16,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.1,
-        logging_steps=0.1,
-        save_strategy="no",
-        disable_tqdm=not sys.stderr.isatty(),  # a log gets a line per report, not a bar per step
-        report_to="none",
-        use_cpu=True,  # the measurements below are on the CPU
-        seed=0,
-    )
+    steps = 20 if short else 300
+    arguments = _arguments(out, max_steps=steps, per_device_train_batch_size=16, logging_steps=0.1)
     optimizer = build_optimizer(model, 3e-3, weight_decay=0.1)
-    trainer = Trainer(model, arguments, train_dataset=_Windows(train, length), optimizers=(optimizer, None))
+    windows = [{"input_ids": window, "labels": window} for window in train.unfold(0, length, length // 2)]
+    trainer = Trainer(model, arguments, train_dataset=windows, optimizers=(optimizer, None))
     training = trainer.train().metrics
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -348,19 +336,6 @@ def _documentation() -> tuple[torch.Tensor, torch.Tensor]:
     data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
     return tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
-
-
-class _Windows(torch.utils.data.Dataset):
-    """Windows of a text with a stride of half a window."""
-
-    def __init__(self, tokens: torch.Tensor, length: int):
-        self.windows = tokens.unfold(0, length, length // 2)
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.windows[index], "labels": self.windows[index]}
 
 
 @torch.inference_mode()

@@ -91,7 +91,7 @@ def _memory(record: Record | None) -> str:
     return "-" if record is None else f"{record['bytes']['ours'] / record['bytes']['peer']:.2f}"
 
 
-@styled
+@styled()
 def draw_growth(records: list[dict[str, Any]], kind: type[Images] | type[Text]) -> "Figure":
     """Time and memory against the length of texts (a training step) or the size of images (inference)."""
     found = {record["case"]: record for record in records}

@@ -153,7 +153,7 @@ def _sides(claim: Claim, records: Records) -> list[tuple[str, str]]:
     return [x for x in dict.fromkeys(sides) if isinstance(x, tuple) and _runs(records, x[0])]
 
 
-@styled
+@styled()
 def draw(claim: Claim, records: Records) -> "Figure":
     """For each kind of data: training losses of the arms, averaged over seeds, and the score of each seed."""
     sides = _sides(claim, records)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from images import example_digits, image_input
 from loading import Loaded
+from maps import PatchMaps, patch_maps
 from messages import explained
 from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, mark_patch, share_map, thumbnails
 from PIL import Image
 
-from aft_hf.analysis import PatchMaps, patch_maps
 from aft_hf.data.image_size import pixel_values
 
 

@@ -12,17 +12,8 @@ import typer
 
 from .analysis.command import visualize_command
 from .benchmarking import benchmark_command
-from .conversion import (
-    KERNEL_SIZE,
-    POSITION_BIAS_DIM,
-    POSITION_BIAS_MULTIPLIER,
-    REPORT_NAME,
-    WINDOW_SIZE,
-    ConversionReport,
-    ImagesOnDisk,
-    read_images,
-    save_converted,
-)
+from .conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
+from .conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
 from .data.classes import chooses_a_class
 from .progress import no_bars_in_logs, plain_console
 from .publishing.command import publish_command

@@ -7,13 +7,14 @@ import torch
 from checkpoints import HEADS, TIMM, WIDTH, save_pth
 
 from aft_hf import convert_deit
-from aft_hf.analysis.relative_attention import relative_attention
-from aft_hf.conversion import POSITION_BIAS_MULTIPLIER, read_source
+from aft_hf.analysis.maps import relative_attention
+from aft_hf.conversion import read_source
 from aft_hf.conversion.attention import (
     LARGEST_BIAS,
     conv_bias,
     head_weights,
 )
+from aft_hf.conversion.deit import POSITION_BIAS_MULTIPLIER
 
 
 GRID = (4, 4)

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
-from aft_hf.conversion import ConversionError, save_converted
+from aft_hf.conversion import ConversionError, save_converted, verify_conversion
 
 
 def assert_refused(source, tmp_path, message, **options):
@@ -74,11 +75,11 @@ LAYER = "vit.encoder.layer"
     ("damage", "message"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
-        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "layers.1.mlp.fc2.weight .* missing"),
+        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "Missing key.*layers.1.mlp.fc2.weight"),
         (damage_tensor(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
         (
             damage_tensor(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
-            r"shape \(24, 41\).* needs \(24, 40\)",
+            r"layers.0.mlp.fc2.weight: .*\[24, 41\].*\[24, 40\]",
         ),
         (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
         (
@@ -88,7 +89,7 @@ LAYER = "vit.encoder.layer"
         (replaced("config.json", '{"name": "mine"}'), "neither a config.json of transformers"),
         (lambda path: (path / "config.json").unlink(), "contains no config.json"),
         (change_config(transformers_weights="other.safetensors"), "transformers_weights"),
-        (change_config(num_hidden_layers=3), "its config has 3 layers, its weights have another"),
+        (change_config(num_hidden_layers=3), "Missing key.*vit.layers.2"),
         (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
         (replaced("preprocessor_config.json", '{"image_processor_type": "NoProcessor"}'), "vit: cannot be loaded"),
         (replaced("processor_config.json", '{"image_processor": {"size": 1000000000}}'), "image_processor.size"),
@@ -148,13 +149,19 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("blocks.1.attn.qkv.bias"), r"layers.1.attention.\w_proj.bias .* missing"),
+        (lambda t: t.pop("blocks.1.attn.qkv.bias"), r"Missing key.*layers.1.attention.\w_proj.bias"),
         (lambda t: t.pop("patch_embed.proj.weight"), "holds no state dict of a ViT"),
-        (lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}), "not of 4 dimensions"),
-        (lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}), "head_dist.weight is no tensor"),
+        (
+            lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}),
+            "projection.weight.* not those of a ViT",
+        ),
+        (
+            lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}),
+            "Unexpected key.*distillation_classifier.weight",
+        ),
         (
             lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}),
-            r"qkv.weight gives .* needs \(24, 2",
+            r"layers.1.attention.\w_proj.weight: .*\[24, 24\]",
         ),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
@@ -219,17 +226,19 @@ def test_a_repository_of_the_hub_that_is_not_here_says_to_download_it(tmp_path, 
 # ------------------------------------------------------------------------------------------------- output directories
 
 
-def test_the_source_and_the_working_directory_are_never_replaced(vit, tmp_path, monkeypatch):
+def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_output(vit, tmp_path, monkeypatch):
     before = sorted(path.name for path in vit.iterdir())
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").write_text("mine")
-    for target, message in (("vit", "holds the source"), (".", "holds the source"), ("here", "working directory")):
-        with pytest.raises(ConversionError, match=message):
+    for target in ("vit", "."):
+        with pytest.raises(ConversionError, match="only an earlier conversion is overwritten"):
             save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
     with pytest.raises(ConversionError, match="cannot be written"):
         save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)
     assert sorted(path.name for path in vit.iterdir()) == before
+    save_converted(vit, ".", **OPTIONS)
+    assert verify_conversion(vit, Path.cwd()) > 0
 
 
 # ------------------------------------------------------------------------------------------------------------ options

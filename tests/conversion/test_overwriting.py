@@ -95,18 +95,16 @@ def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, convert
 @pytest.mark.parametrize("error", ["full", "Ctrl-C", "not verified"])
 def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, monkeypatch, error):
     add_files_of_the_user(converted)
-    before, rename = contents(converted.parent), os.rename
+    before = contents(converted.parent)
     with pytest.raises(ValueError, match="kernel_size=4"):
         save_converted(vit, converted, overwrite=True, **OPTIONS | {"kernel_size": 4})
 
     def fail(source, target):
-        if error == "not verified" or source.name == "finished":
-            raise {"full": OSError(28, "No space left"), "Ctrl-C": KeyboardInterrupt()}.get(error) or ConversionError(
-                error
-            )
-        rename(source, target)
+        raise {"full": OSError(28, "No space left"), "Ctrl-C": KeyboardInterrupt()}.get(error) or ConversionError(
+            error
+        )
 
-    name = "aft_hf.conversion.saving.verify_conversion" if error == "not verified" else "os.rename"
+    name = "aft_hf.conversion.saving.verify_conversion" if error == "not verified" else "os.replace"
     monkeypatch.setattr(name, fail)
     with pytest.raises((ConversionError, KeyboardInterrupt), match=r"No space left|^$|not verified"):
         save_converted(vit, converted, overwrite=True, **OPTIONS)

@@ -6,7 +6,8 @@ from checkpoints import OPTIONS, TIMM, WIDTH, assert_copied, copies, save_pth
 from torch import nn
 
 from aft_hf import convert_deit
-from aft_hf.conversion import POSITION_BIAS_MULTIPLIER, read_source
+from aft_hf.conversion import read_source
+from aft_hf.conversion.deit import POSITION_BIAS_MULTIPLIER
 
 
 def resized(positions, old, new):

@@ -13,7 +13,7 @@ from image_contents import BAD, EPS, encoded, strip, write_rows
 from PIL import EpsImagePlugin, Image
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from aft_hf.conversion import ConversionError, read_images
+from aft_hf.conversion import read_images
 from aft_hf.data.image_files import FORMATS, MAX_PIXELS, ImageError, open_image
 from aft_hf.data.images import ImagePipeline
 from aft_hf.data.loading import load_local
@@ -132,12 +132,12 @@ def test_an_unusable_image_of_a_sample_is_named_by_file_and_row(tmp_path, ghosts
 @pytest.mark.parametrize(("content", "told"), [*BAD.values(), (None, "has no image")], ids=[*BAD, "no image"])
 def test_an_image_to_convert_with_is_named_by_file_or_row(tmp_path, ghostscript, content, told):
     write_rows(tmp_path / "1.parquet", [encoded("PNG")] * 3 + [content or None])
-    with pytest.raises(ConversionError, match=r"1\.parquet, row 3: ") as error:
+    with pytest.raises(ImageError, match=r"1\.parquet, row 3: ") as error:
         list(read_images(tmp_path / "1.parquet", 5))
     assert told in str(error.value) or not content
     if content is not None:
         (tmp_path / "images").mkdir()
         (tmp_path / "images" / "2.jpg").write_bytes(content)
-        with pytest.raises(ConversionError, match=r"2\.jpg: ") as error:
+        with pytest.raises(ImageError, match=r"2\.jpg: ") as error:
             list(read_images(tmp_path / "images", 5))
         assert told in str(error.value)

@@ -1,8 +1,7 @@
 """The command `aft-hf visualize`: the paper's figures for any checkpoint."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -20,25 +19,15 @@ from ..configuration_aft import AFTConfig
 from ..conversion.images import pixel_batches, read_images
 from ..conversion.source import read_source
 from ..data.image_size import pixel_values
-from ..loading import find_file, load
+from ..loading import find_file, load, read_config
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
 from ..reading import explained, read_json
-from .maps import bias_maps, key_features, on_patches
+from .maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
 from .pictures import BIASES, check_path, draw_losses, draw_maps, save
-from .relative_attention import mean_attention, patch_grid, relative_attention
 
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class Kind(StrEnum):
-    """Kinds of pictures."""
-
-    biases = "biases"
-    attention = "attention"
-    keys = "keys"
-    losses = "losses"
 
 
 KINDS = (
@@ -50,7 +39,7 @@ KINDS = (
 
 def visualize_command(
     checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
-    kind: Annotated[Kind, typer.Argument(help=KINDS)],
+    kind: Annotated[Literal["biases", "attention", "keys", "losses"], typer.Argument(help=KINDS)],
     out: Annotated[
         list[Path] | None, typer.Option(help="Output file, .png or .svg; repeat for several. By default KIND.png.")
     ] = None,
@@ -62,17 +51,17 @@ def visualize_command(
     text: Annotated[str | None, typer.Option(help="For keys of a text model: the text.")] = None,
 ) -> None:
     """Draw what a checkpoint has learned, as pictures that are readable on light and dark backgrounds."""
-    paths = out or [Path(f"{kind.value}.png")]
+    paths = out or [Path(f"{kind}.png")]
     for path in paths:
         check_path(path)
-    if kind is Kind.losses:
+    if kind == "losses":
         figure = _losses(checkpoint)
-    elif kind is Kind.attention:
+    elif kind == "attention":
         model, processor = _load_transformer(checkpoint)
         attention, _ = mean_attention(model, pixel_batches(_images(images, num_images), processor))
-        maps = [relative_attention(each, patch_grid(model)) for each in attention]
+        maps = [relative_attention(each, patch_grid(model.config)) for each in attention]
         figure = _draw(maps, layers, scale="own", label="attention by offset", most=heads)
-    elif kind is Kind.biases:
+    elif kind == "biases":
         label, scale = BIASES.get(values, ("", ""))
         figure = _draw(bias_maps(_load(checkpoint), values), layers, scale=scale, label=label, most=heads)
     else:
@@ -129,11 +118,7 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    try:
-        is_beit = load(AutoConfig, checkpoint).model_type == "beit"
-    except (ValueError, OSError):  # formats without a config of transformers
-        is_beit = False
-    if is_beit:
+    if not Path(checkpoint).is_file() and read_config(checkpoint).model_type == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)

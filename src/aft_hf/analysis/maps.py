@@ -1,14 +1,16 @@
-"""Position biases, keys and weights (Eq. 3) of the layers of an AFT, also as maps over the patches."""
+"""Position biases and keys of the layers of an AFT, and the mean attention of a vision transformer, as maps."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
-from ..mixers_aft import AFTConv, AFTMixer
-from ..mixing_aft import mixing_weights
-from ..modeling_aft import AFTForImageClassification, AFTPreTrainedModel
-from ..portable_aft import split_heads
+from ..configuration_aft import pair
+from ..mixers_aft import AFTConv
+from ..modeling_aft import AFTPreTrainedModel
 from ..position_biases_aft import widen
 
 
@@ -34,8 +36,9 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
     """
     if values not in VALUES:
         raise ValueError(f"values must be one of {', '.join(VALUES)}, got {values!r}")
-    maps, layers = [], _layers(model)
-    for mixer in (layer.mixer for layer in layers):
+    maps = []
+    for layer in cast(Any, model.base_model).layers:
+        mixer = layer.mixer
         if isinstance(mixer, AFTConv):
             kernels = mixer.kernel_bias()
             w = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
@@ -56,7 +59,12 @@ def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
     Raises:
         ValueError: the inputs are a batch of more than one sequence or image.
     """
-    return [widen(mixer.k_proj(x))[0].T.float().cpu() for mixer, x in _mixers_with_inputs(model, inputs)]
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    if len(states[0]) != 1:
+        raise ValueError(f"give one sequence or image, got a batch of {len(states[0])}")
+    layers = cast(Any, model.base_model).layers
+    keys = [layer.mixer.k_proj(layer.layernorm_before(x)) for layer, x in zip(layers, states)]
+    return [widen(each)[0].T.float().cpu() for each in keys]
 
 
 def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
@@ -64,56 +72,68 @@ def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tens
     return features[:, -grid_size[0] * grid_size[1] :].unflatten(-1, grid_size)
 
 
-class PatchMaps(NamedTuple):
-    """Maps of one layer over the patches, (h, rows, columns) each, in float32. A class token is left out."""
-
-    keys: torch.Tensor  # exp(K) / sum exp(K): the weights if w were 0, mean over the features of a head
-    biases: torch.Tensor  # w from the query; -inf at patches that it does not see
-    weights: torch.Tensor  # exp(K + w) / sum exp(K + w) from the query, mean over the features of a head
-
-
 @torch.no_grad()
-def patch_maps(
-    model: AFTForImageClassification,
-    pixel_values: torch.Tensor,
-    *,
-    layer: int,
-    query: tuple[int, int] | None = None,
-) -> PatchMaps:
-    """Return the maps of one layer for the query at one patch of an image.
+def mean_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Return the attention between patches of every layer and head of a vision transformer, averaged over images.
+
+    Other tokens are left out, and each row is renormalized for each image: A_tt' / sum_t' A_tt' over the remaining
+    tokens. Besides the averages, only the maps of one batch are held in memory.
 
     Args:
-        model: an image classifier in evaluation mode.
-        pixel_values: pixel values of one image, (1, channels, height, width).
-        layer: index of the layer, from 0.
-        query: row and column of the patch, from 0. Default: the center.
+        model: a ViT, DeiT or BEiT of transformers.
+        batches: batches of pixel values, (B, channels, height, width) each.
+
+    Returns:
+        The mean attention of each layer, (heads, T, T) in float32 with a row for each query, and the number of images.
 
     Raises:
-        ValueError: the layer or the patch does not exist.
+        ValueError: there are no images.
     """
-    if not 0 <= layer < model.config.num_hidden_layers:
-        raise ValueError(f"layer must be 0 .. {model.config.num_hidden_layers - 1}, got {layer}")
-    rows, columns = grid_size = model.config.grid_of(pixel_values.shape[-2:])
-    row, column = (rows // 2, columns // 2) if query is None else query
-    if not (0 <= row < rows and 0 <= column < columns):
-        raise ValueError(f"the patches are {rows} x {columns}: there is none at row {row}, column {column}")
-    mixer, x = list(_mixers_with_inputs(model, {"pixel_values": pixel_values}))[layer]
-    keys = split_heads(mixer.k_proj(x), mixer.num_heads)  # (1, h, T, k)
-    position = x.shape[1] - rows * columns + row * columns + column  # after a class token
-    biases = mixer.position_bias(x.shape[1], grid_size)[:, position : position + 1]  # (h, 1, T)
-    alone, weights = (mixing_weights(keys, w)[0, :, :, 0].mean(1) for w in (None, biases))
-    return PatchMaps(*(on_patches(each, grid_size).float().cpu() for each in (alone, biases[:, 0], weights)))
+    num_patches, implementation = math.prod(patch_grid(model.config)), model.config._attn_implementation
+    totals: list[Any] = [0] * model.config.num_hidden_layers
+    count = 0
+    model.set_attn_implementation("eager")  # the only implementation that returns attention maps
+    try:
+        for pixels in logging.tqdm(batches, desc="Attention", unit="batch"):
+            maps = model(pixels.to(model.device, model.dtype), output_attentions=True).attentions
+            for i, attention in enumerate(maps):
+                patches = widen(attention[..., -num_patches:, -num_patches:])
+                patches = patches / patches.sum(-1, keepdim=True).clamp_min(torch.finfo(patches.dtype).tiny)
+                totals[i] = totals[i] + patches.sum(0)
+            count += len(pixels)
+    finally:
+        model.set_attn_implementation(implementation)
+    if count == 0:
+        raise ValueError("there are no images to measure attention on; give at least one")
+    return [total / count for total in totals], count
 
 
-def _layers(model: AFTPreTrainedModel) -> Any:
-    base: Any = model.base_model
-    return base.layers
+def patch_grid(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the rows and columns of patches of a vision transformer at the image size of its config."""
+    (height, width), (rows, columns) = pair(config.image_size), pair(config.patch_size)
+    return height // rows, width // columns
 
 
-def _mixers_with_inputs(model: AFTPreTrainedModel, inputs: dict[str, Any]) -> Iterator[tuple[AFTMixer, torch.Tensor]]:
-    """Run a model, and yield the mixer of each layer and its input, (1, T, d)."""
-    outputs = model(**inputs, output_hidden_states=True)
-    for layer, x in zip(_layers(model), outputs.hidden_states):
-        if len(x) != 1:
-            raise ValueError(f"give one sequence or image, got a batch of {len(x)}")
-        yield layer.mixer, layer.layernorm_before(x)
+def relative_attention(attention: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Return the attention between patches, averaged over all queries by the offset from query to key.
+
+    Args:
+        attention: attention maps, (heads, T, T) for T = rows * columns patches, with a row for each query.
+        grid_size: rows and columns of patches.
+
+    Returns:
+        M, (heads, 2 rows - 1, 2 columns - 1): M[:, dr + rows - 1, dc + columns - 1] is the mean of A_tt' over all
+        pairs of patches with t' dr rows below and dc columns right of t.
+    """
+    (rows, columns), counts = grid_size, num_offsets(grid_size)
+    positions = torch.arange(rows * columns)
+    down, right = (x - x[:, None] for x in (positions // columns, positions % columns))  # (T, T), from query to key
+    index = (down + rows - 1) * counts.shape[1] + right + columns - 1
+    totals = attention.new_zeros(attention.shape[0], counts.numel())
+    return totals.index_add_(1, index.flatten(), attention.flatten(1)).unflatten(1, counts.shape) / counts
+
+
+def num_offsets(grid_size: tuple[int, int]) -> torch.Tensor:
+    """Return the number of pairs of patches for each offset, (2 rows - 1, 2 columns - 1)."""
+    rows, columns = (n - torch.arange(1 - n, n).abs() for n in grid_size)
+    return rows[:, None] * columns

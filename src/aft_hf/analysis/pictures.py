@@ -7,9 +7,8 @@ matplotlib, from the extra "viz", is imported when a picture is drawn.
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,22 +48,13 @@ BIASES = {"w": ("position bias w", "signed"), "exp": ("exp(w)", "own"), "expm1":
 METRICS = ("bits_per_byte", "bits_per_dim", "accuracy")  # a run is scored by the first of them that it has
 
 
-def _style() -> AbstractContextManager[None]:
-    """Context with matplotlib's defaults and `STYLE`, independent of the user's settings."""
+@contextmanager
+def styled() -> Iterator[None]:
+    """Context and decorator: draw with matplotlib's defaults and `STYLE`, independent of the user's settings."""
     from matplotlib import style
 
-    return style.context(["default", STYLE])
-
-
-def styled(draw: Callable[..., "Figure"]) -> Callable[..., "Figure"]:
-    """Decorate a function to draw with the settings of `_style`."""
-
-    @wraps(draw)
-    def in_style(*args: Any, **kwargs: Any) -> "Figure":
-        with _style():
-            return draw(*args, **kwargs)
-
-    return in_style
+    with style.context(["default", STYLE]):
+        yield
 
 
 def check_path(path: Path) -> None:
@@ -81,11 +71,11 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     check_path(path)
-    with write_atomic(path) as file, _style():
+    with write_atomic(path) as file, styled():
         figure.savefig(file, format=path.suffix[1:], facecolor="none", **FORMATS[path.suffix])
 
 
-@styled
+@styled()
 def draw_maps(
     layers: Sequence[torch.Tensor],
     *,
@@ -130,7 +120,8 @@ def draw_maps(
             axis = axes[above + layer // across, layer % across] if alone else axes[above + layer, head]
             axis.axis("on")
             axis.set(xticks=[], yticks=[])
-            colours = _colours(scale, _limit(values) if limit is None else limit)
+            end = None if scale == "own" else limit or _limit(values)
+            colours = {"cmap": SCALES[scale], "vmin": end and -end, "vmax": end}
             shown = axis.imshow(values, interpolation="nearest", aspect="auto" if free else "equal", **colours)
             if alone:
                 axis.set_title(names[layer])
@@ -149,7 +140,7 @@ def draw_maps(
     return figure
 
 
-@styled
+@styled()
 def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     """Draw the training losses and the validation scores of runs over the steps; without evaluations, the final score.
 
@@ -202,11 +193,9 @@ def plot_position_biases(
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple["Figure", np.ndarray]:
     """Return a figure without a window, and its (rows, columns) axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -214,9 +203,3 @@ def _limit(values: np.ndarray) -> float:
     """Return the absolute value that a share of `OUTLIERS` exceeds; 1 if all are 0. Masked values are ignored."""
     sizes = np.abs(values[np.isfinite(values)])
     return float(np.quantile(sizes, 1 - OUTLIERS) if sizes.size else 0) or float(sizes.max(initial=0)) or 1.0
-
-
-def _colours(scale: str, limit: float) -> dict[str, Any]:
-    """Return the color options of imshow. Masked values (w = -inf) get the color of the lowest value."""
-    ends = {"signed": (-limit, limit), "own signed": (-limit, limit), "own": (None, None)}
-    return {"cmap": SCALES[scale], "vmin": ends[scale][0], "vmax": ends[scale][1]}

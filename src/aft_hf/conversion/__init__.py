@@ -1,32 +1,20 @@
 """Conversion of pretrained weights to AFT: ViT and DeiT checkpoints of transformers, timm or the original DeiT, as in
 Table 8 of the paper, and AFT-local of labml."""
 
-from .deit import (
-    KERNEL_SIZE,
-    POSITION_BIAS_DIM,
-    POSITION_BIAS_MULTIPLIER,
-    WINDOW_SIZE,
-    convert_deit,
-)
-from .errors import ConversionError
+from .deit import convert_deit
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
-from .report import REPORT_NAME, ConversionReport, TensorRecord
+from .report import REPORT_NAME, ConversionError, ConversionReport
 from .resizing import adapt_to_image_size
 from .saving import save_converted, verify_conversion
 from .source import VisionTransformerSource, read_source
 
 
 __all__ = [
-    "KERNEL_SIZE",
-    "POSITION_BIAS_DIM",
-    "POSITION_BIAS_MULTIPLIER",
     "REPORT_NAME",
-    "WINDOW_SIZE",
     "ConversionError",
     "ConversionReport",
     "ImagesOnDisk",
-    "TensorRecord",
     "VisionTransformerSource",
     "adapt_to_image_size",
     "convert_deit",

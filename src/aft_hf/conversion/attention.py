@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..analysis.relative_attention import mean_attention, num_offsets, relative_attention
+from ..analysis.maps import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
 from ..data.image_size import processor_for
 from ..mixers_aft import AFTConv
@@ -39,18 +39,10 @@ LARGEST_BIAS = 10.0
 def fit_to_attention(
     model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[torch.Tensor | Image.Image]
 ) -> dict[str, str]:
-    """Fit the position biases and keys of the layers of AFT-conv to the attention of the teacher, in place.
+    """Fit the position biases and keys of the AFT-conv layers of a model converted from `source`, in place.
 
-    Args:
-        model: the model converted from `source`.
-        source: the teacher.
-        images: PIL images, or tensors of pixel values of one image or of a batch.
-
-    Returns:
-        The names of the fitted parameters, each with a description of what it was fitted to.
-
-    Raises:
-        ValueError: there are no images.
+    The images are those of `convert_deit`. Returns the names of the fitted parameters, each with a description of what
+    it was fitted to.
     """
     teacher: Any = source.to_transformers().float()
     queries, num_patches = [torch.tensor(0.0)] * len(teacher.base_model.layers), math.prod(source.grid_size)

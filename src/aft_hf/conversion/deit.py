@@ -16,9 +16,8 @@ from ..configuration_aft import AFTConfig
 from ..modeling_aft import AFTForImageClassification
 from ..position_biases_aft import widen
 from .attention import fit_to_attention
-from .errors import ConversionError
-from .names import POSITIONS, Part, name_in_aft
-from .report import ConversionReport, Status, TensorRecord
+from .names import POSITIONS, Part, renamed
+from .report import ConversionError, ConversionReport, Status, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
@@ -85,6 +84,8 @@ def convert_deit(
         TypeError: the source is neither a path nor a model.
         ValueError: an option is invalid, or does not fit this source.
     """
+    if init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     _check_finite(source.name, ((part.sources[0], part.tensor) for part in source.parts.values()))
@@ -104,7 +105,10 @@ def convert_deit(
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
     config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
-    _check_init(init, images, config)
+    if (init == "attention") != (images is not None):
+        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
+    if init == "attention" and "conv" not in config.layer_aft_types:
+        raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
     model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
     target = model.state_dict()
     copies = copied_parts(source, config, target)
@@ -128,7 +132,7 @@ def convert_deit(
         versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
         tensors=list(_records(source, target, copies, fitted)),
     )
-    report.check(source_names(source), target)
+    report.check(source.names, target)
     return model.eval(), report
 
 
@@ -142,20 +146,11 @@ def _check_finite(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             )
 
 
-def _check_init(init: str, images: Iterable[Any] | None, config: AFTConfig) -> None:
-    if init not in INITS:
-        raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
-    if (init == "attention") != (images is not None):
-        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
-    if init == "attention" and "conv" not in config.layer_aft_types:
-        raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
-
-
 def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:
     """Return what an AFT with the tensors `target` copies from a source, by its names: of two heads, their mean."""
     copies: dict[str, Part] = {}
     for name, part in source.parts.items():
-        if (copied := name_in_aft(name)) not in target:
+        if (copied := renamed(name)) not in target:
             continue
         if copied in copies:
             first = copies[copied]
@@ -181,11 +176,6 @@ def _positions(positions: torch.Tensor, source: VisionTransformerSource, config:
     return torch.cat([kept, grid], 1)
 
 
-def source_names(source: VisionTransformerSource) -> set[str]:
-    """Return the names of the tensors of a checkpoint."""
-    return {name for part in source.parts.values() for name in part.sources}
-
-
 def _records(
     source: VisionTransformerSource,
     target: Mapping[str, torch.Tensor],
@@ -199,5 +189,5 @@ def _records(
         shape = tuple(tensor.shape)
         yield TensorRecord(status=status, target=name, shape=shape, sources=sources, note=fitted.get(name, ""))
     for name, part in source.parts.items():
-        if name_in_aft(name) not in copies:
+        if renamed(name) not in copies:
             yield TensorRecord(status="dropped", shape=tuple(part.tensor.shape), sources=part.sources)

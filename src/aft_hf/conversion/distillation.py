@@ -21,20 +21,17 @@ from PIL import Image
 from pydantic import ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.image_processing_utils import BaseImageProcessor
 
 from ..configuration_aft import pair
 from ..data.classes import chooses_a_class
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation
-from ..data.samples import GlobalBatches, SampleKey, sum_arrays, sum_images
+from ..data.samples import GlobalBatches, sum_arrays, sum_images
 from ..modeling_aft import AFTForImageClassification
 from ..reading import Document, explain, shortened
 from ..training.checkpoints import Checkpoints, find_changes, read_manifest, remove_checkpoints
-from ..training.optimization import parameter_groups
 from ..training.ownership import owned
 from ..training.steps import Training, take_steps
 from .source import VisionTransformerSource
@@ -46,7 +43,6 @@ SAVE_EVERY = 300.0  # seconds
 WINDOW = 0.95  # decay of the running means of the losses
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DistillationOptions(Document):
@@ -57,7 +53,6 @@ class DistillationOptions(Document):
         minutes: duration of the whole distillation, including interrupted runs; None for a budget in steps.
         batch_size: images per update, summed over all processes.
         learning_rate: peak learning rate; it rises over the first tenth of the budget and then decays by a cosine.
-        weight_decay: weight decay of AdamW.
         hidden_states: initial weight of the hidden states in the loss, where the logits have weight 1. It is
             proportional to the square of the remaining share of the budget, since an AFT cannot reproduce all hidden
             states of its source, and need not.
@@ -73,8 +68,7 @@ class DistillationOptions(Document):
     minutes: Positive | None = None
     batch_size: Annotated[int, Field(gt=0)] = 32
     learning_rate: Positive = 1e-3
-    weight_decay: NotNegative = 0.0
-    hidden_states: NotNegative = 5.0
+    hidden_states: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     augmentation: Literal["none", "shift", "crop", "resized_crop"] = "shift"
     augmentation_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -119,20 +113,10 @@ def distill(
     given, expected = model.config.num_labels, source.config.num_labels
     if given != expected:
         raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
-    # Accelerate creates a process group on CPUs only with cpu=True.
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     dtype, mode = model.dtype, model.training
-    kept = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-    identity = {} if kept is None else _identity(settings, model, source, images, conversion or {})
     try:
-        run = _Run(model.float().train(), source, images, settings, kept, identity, accelerator)
-        set_seed(settings.seed, device_specific=True)
-        run.resume()
-        run.read(_Images(images, processor_for(source.image_processor, run.size)))
+        run = _Run(model.float().train(), source, images, settings, checkpoints, conversion or {})
         take_steps(run)
-        run.losses()  # which must be finite
-        if kept is not None and run.step > run.saved_at:
-            run.save()
     finally:
         model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
@@ -141,14 +125,9 @@ def distill(
 def check_distillable(
     source: VisionTransformerSource, images: Sequence[Image.Image], **options: Any
 ) -> DistillationOptions:
-    """Return the checked options; those of `distill` that are none of `DistillationOptions` are left out.
-
-    Raises:
-        ValueError: an option is invalid, the source has no classifier that chooses a class, or there are no images.
-    """
-    beside = ("checkpoints", "conversion")
+    """Return the checked options of `distill`; raise its errors that need no model."""
     try:
-        settings = DistillationOptions(**{name: value for name, value in options.items() if name not in beside})
+        settings = DistillationOptions(**{key: options[key] for key in options.keys() - {"checkpoints", "conversion"}})
     except ValidationError as problems:
         raise ValueError(f"distillation: {explain(problems)}") from problems
     if (settings.steps is None) == (settings.minutes is None):
@@ -172,11 +151,7 @@ def check_distillable(
 def locked_checkpoints(directory: Path) -> Iterator[bool]:
     """Lock a directory of checkpoints, and remove them at the end unless an error occurs.
 
-    Yields:
-        Whether this process is to write the model: the main process of a launch.
-
-    Raises:
-        OSError: another process uses the directory, or it cannot be written.
+    Yields whether this is the main process of the launch, which writes the model.
     """
     state = PartialState(cpu=not torch.accelerator.is_available())
     with owned(directory, temporary=True):
@@ -188,19 +163,12 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
 def student_losses(
     student: nn.Module, pixels: torch.Tensor, states: Sequence[torch.Tensor], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the losses of a student.
-
-    Args:
-        student: the model to train.
-        pixels: pixel values, (B, channels, height, width).
-        states: the teacher's hidden states before each block, (B, T, d) with the tokens that the student has.
-        logits: logits of the teacher, (B, classes).
+    """Compute the losses of a student by the logits and the hidden states before each block of the teacher.
 
     Returns:
-        The divergence KL(teacher || student) of the classes in nats; the squared errors of the outputs of the
-        embeddings and of each block but the last, relative to the variance of the teacher's, (layers,); and the share
-        of images for which the student predicts the class of the teacher. The output of the last block is left to
-        the logits, since a ViT does not use the hidden states of the patches after its last block.
+        The divergence KL(teacher || student) of the classes in nats; the squared errors of the hidden states, relative
+        to the variance of the teacher's, (layers,); and the share of images for which the student predicts the class
+        of the teacher. A ViT does not use the hidden states of the patches after its last block, so there are none.
     """
     outputs = student(pixel_values=pixels, output_hidden_states=True)
     pairs = zip(outputs.hidden_states, states)
@@ -212,7 +180,7 @@ def student_losses(
 
 
 class _Run(Training):
-    """One distillation run: its components and its progress."""
+    """One distillation run, which resumes from its newest checkpoint: its components and its progress."""
 
     def __init__(
         self,
@@ -220,67 +188,72 @@ class _Run(Training):
         source: VisionTransformerSource,
         images: Sequence[Image.Image],
         settings: DistillationOptions,
-        checkpoints: Checkpoints | None,
-        identity: dict[str, Any],
-        accelerator: Accelerator,
+        checkpoints: Path | None,
+        conversion: Mapping[str, Any],
     ):
-        self.settings, self.accelerator, self.identity = settings, accelerator, identity
-        self.size, self.keeps_class_token = pair(model.config.image_size), model.config.use_cls_token
-        self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
-        self.interpolates = self.size != pair(source.config.image_size)
-        groups = parameter_groups(model, settings.learning_rate, weight_decay=settings.weight_decay)
-        self.student, self.optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=settings.learning_rate))
-        self.augment = build_augmentation(settings.augmentation, self.size)
-        self.step, self.saved_at, self.seconds = 0, 0, 0.0
-        self.means: torch.Tensor | None = None  # running means of divergence, agreement and errors
-        self.checkpoints = checkpoints
-        self.num_images, self.batch_size = len(images), min(settings.batch_size, len(images))
+        # Accelerate creates a process group on CPUs only with cpu=True.
+        self.accelerator = accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+        self.settings, self.images, self.step, self.seconds = settings, images, 0, 0.0
+        self.size, self.num_patches = pair(model.config.image_size), math.prod(model.config.grid_size)
+        self.keeps_class_token = model.config.use_cls_token
+        self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"{self.batch_size=} is not a multiple of the {accelerator.num_processes} processes")
-
-    def read(self, dataset: "_Images") -> None:
-        """Begin to read the images of the remaining steps."""
-        accelerator = self.accelerator
+        self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
+        self.identity = {} if checkpoints is None else _identity(settings, model, source, images, conversion)
+        self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
+        resizes = self.size != pair(source.config.image_size)
+        self.teacher_options = {"interpolate_pos_encoding": True} if resizes else {}
+        optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+        self.student, self.optimizer = accelerator.prepare(model, optimizer)
+        self.augment = build_augmentation(settings.augmentation, self.size)
+        # Running means of divergence, agreement and errors.
+        self.means = torch.zeros(2 + model.config.num_hidden_layers, device=accelerator.device)
+        set_seed(settings.seed, device_specific=True)
+        self.resume()
         batches = GlobalBatches(
-            self.num_images,
+            len(images),
             self.batch_size,
             self.batch_size // accelerator.num_processes,
-            seed=self.settings.seed,
+            seed=settings.seed,
             start=self.step,
-            stop=self.settings.steps or 2**31,  # a budget in minutes has no number of steps
+            stop=settings.steps or 2**31,  # a budget in minutes has no number of steps
             process=accelerator.process_index,
             processes=accelerator.num_processes,
         )
-        # Without a generator of its own, the start of the loader would advance the global one.
-        options: dict[str, Any] = {"generator": torch.Generator()}
-        self.batches = iter(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collate, **options))
+        processor = processor_for(source.image_processor, self.size)
+        self.batches = (pixel_values(processor, [images[key.index] for key in keys]) for keys in batches)
+        self.progress = self._progress()
+        self.reported = 100 * self.progress
         self.saved = self.since = time.monotonic()
 
     def is_done(self) -> bool:
-        self.progress = self._progress()
         return self.progress >= 1
 
     def progress_bar(self) -> tqdm:
-        self.reported = 100 * self._progress()
         show = None if self.accelerator.is_main_process else True  # None: no bar unless in a terminal
         return tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", disable=show)
 
     def after_step(self, bar: tqdm, stops: bool) -> Path | None:
         now = time.monotonic()
         self.seconds, self.since = self.seconds + now - self.since, now
+        self.progress = self._progress()
         done = 100 * self.progress
         bar.update(done - bar.n)
-        if self.step % 10 == 0:  # in all processes, since the losses are reduced over them
+        saves = stops or self.is_done() or self._agreed(now - self.saved) > SAVE_EVERY
+        if self.step % 10 == 0 or saves:  # in all processes, since the losses are reduced over them
             divergence, agreement, *errors = self.losses()
             line = f"KL {divergence:.3f}, hidden states {mean(errors):.3f}, agreement {agreement:.1%}"
             bar.set_postfix_str(f"step {self.step}, {line}")
             if bar.disable and done >= self.reported + 10:
                 self.reported = done
                 self.accelerator.print(f"Distillation: {done:.0f} %, step {self.step}, {line}", flush=True)
-        if self.checkpoints is None or not (stops or self._agreed(now - self.saved) > SAVE_EVERY):
+        if self.checkpoints is None or not saves:
             return None
         self.saved = now
-        return self.save()
+        means = {str(i): value for i, value in enumerate(self.means.tolist())}
+        record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
+        return self.checkpoints.save(self.step, {"recipe": self.identity, "record": record, "data": ""})
 
     def update(self) -> None:
         pixels, progress = next(self.batches), self.progress
@@ -302,16 +275,14 @@ class _Run(Training):
         latest = torch.cat([torch.stack([divergence, agreement]), errors]).detach()
         # The plain mean over the first steps; with WINDOW alone, the first step would dominate in a short run.
         decay = min(WINDOW, self.step / (self.step + 1))
-        self.means = latest if self.means is None else torch.lerp(latest, self.means, decay)
+        self.means = torch.lerp(latest, self.means, decay)
         self.step += 1
 
     @torch.no_grad()
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
-        options = {"interpolate_pos_encoding": True} if self.interpolates else {}
-        outputs = self.teacher(pixel_values=pixels, output_hidden_states=True, **options)
-        rows, columns = (side // patch for side, patch in zip(self.size, pair(self.teacher.config.patch_size)))
-        states = [x[:, -rows * columns :] for x in outputs.hidden_states[:-1]]
+        outputs = self.teacher(pixel_values=pixels, output_hidden_states=True, **self.teacher_options)
+        states = [x[:, -self.num_patches :] for x in outputs.hidden_states[:-1]]
         if self.keeps_class_token:
             states = [torch.cat([x[:, :1], patches], 1) for x, patches in zip(outputs.hidden_states, states)]
         return states, outputs.logits
@@ -329,7 +300,6 @@ class _Run(Training):
 
     def losses(self) -> list[float]:
         """Return the running means of divergence, agreement and errors over all processes, which must be finite."""
-        assert self.means is not None
         losses = self.accelerator.reduce(self.means, "mean")
         if not losses.isfinite().all():
             raise ValueError(
@@ -341,18 +311,9 @@ class _Run(Training):
     def record(self) -> dict[str, Any]:
         """Return the record of the distillation, serializable as JSON."""
         divergence, agreement, *errors = (round(value, 5) for value in self.losses())
-        done = {"images": self.num_images, "steps": self.step, "minutes": round(self.seconds / 60, 2)}
+        done = {"images": len(self.images), "steps": self.step, "minutes": round(self.seconds / 60, 2)}
         losses = {"divergence": divergence, "agreement": agreement, "hidden_state_errors": errors}
         return self.settings.model_dump() | {"batch_size": self.batch_size} | done | losses
-
-    def save(self) -> Path:
-        assert self.means is not None and self.checkpoints is not None
-        means = {str(i): value for i, value in enumerate(self.means.tolist())}
-        record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
-        state = {"recipe": self.identity, "record": record, "data": ""}
-        path = self.checkpoints.save(self.step, state)
-        self.saved_at = self.step
-        return path
 
     def resume(self) -> None:
         """Resume from the newest checkpoint, if there is one."""
@@ -368,7 +329,7 @@ class _Run(Training):
                     "values, or remove the directory"
                 )
             self.checkpoints.load(path)
-            self.step = self.saved_at = manifest.step
+            self.step = manifest.step
             self.seconds = manifest.record.seconds
             (means,) = manifest.record.evaluations
             self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
@@ -393,20 +354,6 @@ def _identity(
         "model": {**model.config.to_dict(), "transformers_version": None},
     }
     return json.loads(json.dumps(identity, default=str))
-
-
-class _Images(Dataset[Image.Image]):
-    """Dataset of images, indexed by the keys of `GlobalBatches`; `collate` converts images to pixel values."""
-
-    def __init__(self, images: Sequence[Image.Image], processor: BaseImageProcessor):
-        self.images, self.processor = images, processor
-
-    def __getitem__(self, key: SampleKey) -> Image.Image:
-        return self.images[key.index]
-
-    def collate(self, pictures: list[Image.Image]) -> torch.Tensor:
-        """Return the pixel values of a batch, (B, channels, height, width)."""
-        return pixel_values(self.processor, pictures)
 
 
 def rate(progress: float) -> float:

@@ -4,7 +4,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from ..loading import find_file
 from ..reading import WeightsIndex, explained, read_json, shortened
-from .errors import ConversionError
+from .report import ConversionError
 
 
 # The patch embedding under its names in timm and in transformers, behind the names of the modules around the ViT.
@@ -65,7 +65,13 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
     }
     if not models:
         raise ConversionError(f"{name}: holds no state dict of a ViT or DeiT; save model.state_dict()")
-    part = _choose(name, models)
+    averaged = [part for part in models if AVERAGED.search(part) and not NOT_AVERAGED.search(part)]
+    if len(chosen := averaged or list(models)) != 1:
+        parts = shortened(", ".join(sorted(part or "(top level)" for part in chosen)))
+        raise ConversionError(
+            f"{name}: holds {len(chosen)} models ({parts}); save the state dict of one of them alone"
+        )
+    (part,) = chosen
     keys, prefix = models[part]
     others = tuple(other for place, other in models.values() if place == keys and other != prefix)
     return dict(_inside(name, prefix, others, found[keys])), part
@@ -91,25 +97,13 @@ def _inside(
             )
 
 
-def _choose(source: str, names: Collection[str]) -> str:
-    """Return the name of the only model, or of the only one with averaged weights."""
-    averaged = [name for name in names if AVERAGED.search(name) and not NOT_AVERAGED.search(name)]
-    choice = averaged or list(names)
-    if len(choice) != 1:
-        found = shortened(", ".join(sorted(name or "(top level)" for name in choice)))
-        raise ConversionError(
-            f"{source}: holds {len(choice)} models ({found}); save the state dict of one of them alone"
-        )
-    return choice[0]
-
-
 def _weight_files(source: str) -> list[Path]:
     if Path(source).is_file():
         return [Path(source)]
-    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if path := find_file(source, single, ConversionError):
-            return [path]
-        if path := find_file(source, index, ConversionError):
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if path := find_file(source, name, ConversionError):
+            if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+                return [path]
             shards = sorted(set(read_json(path, WeightsIndex, ConversionError).weight_map.values()))
             found = {shard: find_file(source, shard, ConversionError) for shard in shards}
             if missing := [shard for shard, path in found.items() if path is None]:

@@ -1,7 +1,6 @@
 """Reading unlabeled images for a teacher from a folder of image files or from parquet files."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,8 @@ import torch
 from PIL import Image
 from transformers.image_processing_utils import BaseImageProcessor
 
-from ..data.image_files import PARQUET, list_images, open_image
+from ..data.image_files import PARQUET, ImageError, list_images, open_image
 from ..data.image_size import pixel_values
-from ..reading import first_line
-from .errors import ConversionError
-
-
-BATCH_SIZE = 8
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
@@ -27,10 +21,8 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
         limit: maximum number of images, at least 1.
 
     Raises:
-        ConversionError: there are no images, or an image cannot be read.
+        ValueError: there are no images, or an image cannot be read.
     """
-    if limit < 1:
-        raise ConversionError(f"the number of images must be at least 1, got {limit}")
     images = ImagesOnDisk(path)
     count = min(limit, len(images))
     return (images[index * len(images) // count] for index in range(count))
@@ -43,58 +35,40 @@ class ImagesOnDisk(Sequence[Image.Image]):
         path: as for `read_images`.
 
     Raises:
-        ConversionError: there are no images, or an image cannot be read when it is accessed.
+        ValueError: there are no images, or an image cannot be read when it is accessed.
     """
 
     def __init__(self, path: str | Path):
         self.path = path
-        with _one_line():
-            self.images: Sequence[Any] = list_images(Path(path))
-            if self.images[0].suffix.lower() == PARQUET:
-                self.images = self._rows()
+        self.images: Sequence[Any] = list_images(Path(path))
+        if self.images[0].suffix.lower() == PARQUET:
+            from ..data.loading import is_image, load_local  # needs the extra "train"
 
-    def _rows(self) -> Sequence[Any]:
-        """Return the first column of images in parquet files."""
-        from ..data.loading import is_image, load_local  # needs the extra "train"
-
-        rows: Any = load_local(self.path)
-        if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
-            raise ConversionError(f"{self.path}: none of its columns {', '.join(rows.column_names)} holds images")
-        return rows[columns[0]]  # which decodes an image when it is accessed
+            rows: Any = load_local(path)
+            if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
+                raise ValueError(f"{path}: none of its columns {', '.join(rows.column_names)} holds images")
+            self.images = rows[columns[0]]  # decodes an image when it is accessed
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]  # a sequence without slices
         if isinstance(self.images, list):
-            with _one_line():
-                return open_image(self.images[index])
-        with _one_line(f"{self.path}, row {index}: "):
+            return open_image(self.images[index])
+        try:
             if (image := self.images[index]) is None:
-                raise ConversionError("has no image")
-            return image
-
-
-@contextmanager
-def _one_line(name: str = "") -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{name}{first_line(error)}") from error
+                raise ImageError("has no image")
+        except ImageError as error:
+            raise ImageError(f"{self.path}, row {index}: {error}") from error
+        return image
 
 
 def pixel_batches(
     images: Iterable[torch.Tensor | Image.Image], processor: BaseImageProcessor
 ) -> Iterator[torch.Tensor]:
-    """Yield batches of pixel values, (B, channels, height, width): tensors unchanged, PIL images preprocessed."""
-    waiting: list[Image.Image] = []
+    """Yield pixel values, (B, channels, height, width): tensors unchanged, PIL images preprocessed one by one."""
     for image in images:
         if isinstance(image, torch.Tensor):
             yield image.reshape(-1, *image.shape[-3:])
-            continue
-        waiting.append(image)
-        if len(waiting) == BATCH_SIZE:
-            yield pixel_values(processor, waiting)
-            waiting = []
-    if waiting:
-        yield pixel_values(processor, waiting)
+        else:
+            yield pixel_values(processor, [image])

@@ -6,7 +6,6 @@ models are the pre-norm blocks of labml_nn.transformers between an embedding (`s
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,8 @@ from ..configuration_aft import AFTConfig
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
 from ..reading import explained
-from .errors import ConversionError
+from .names import renamed
+from .report import ConversionError
 
 
 # Parts of labml's names, and those in this package.
@@ -57,21 +57,14 @@ def convert_labml(
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
     """
     with explained("these are not the weights of labml's AFT-local", ConversionError):
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in state_dict.items():
-            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-                raise ConversionError(f"{name} is a {type(value).__name__}, but must name a dense tensor")
-            renamed = name
-            for theirs, ours in NAMES.items():
-                renamed = re.sub(theirs, ours, renamed)
-            if tensors.setdefault(renamed, value) is not value:
-                raise ConversionError(f"{name} is there twice")
+        tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
         masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
         sizes = {(len(mask), int(mask[0].sum())) for mask in masks.values()}
-        dtypes = {str(tensor.dtype): tensor.dtype for tensor in tensors.values()}
+        dtypes = {tensor.dtype for tensor in tensors.values()}
         if len(sizes) != 1 or len(dtypes) != 1:
+            names = ", ".join(sorted(map(str, dtypes)))
             raise ConversionError(
-                f"its layers must have one (length, window) and dtype, got {sorted(sizes)} and {', '.join(dtypes)}"
+                f"its layers must have one (length, window) and dtype, got {sorted(sizes)} and {names}"
             )
         ((length, window),) = sizes
         distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
@@ -85,18 +78,16 @@ def convert_labml(
             if SCALED in state_dict:
                 tensors[WORDS] = tensors[WORDS] * math.sqrt(tensors[WORDS].shape[1])
             module = _empty_model(tensors, length, window, hidden_act)
-        module.to(*dtypes.values()).load_state_dict(tensors)
+        module.to(*dtypes).load_state_dict(tensors)
         return module.eval()
 
 
 def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hidden_act: str) -> AFTForCausalLM:
-    """Return a new model for `tensors`, and change what it stores in another way: positions and biases."""
+    """Return a new model for `tensors`, and change what it stores in another way: positions and the head's bias."""
     vocabulary, width = tensors[WORDS].shape
     if POSITIONS in tensors:
         tensors[POSITIONS] = tensors[POSITIONS][:length].squeeze(1)
-    layers = [name for name in tensors if name.endswith(".mlp.fc1.weight")]
-    for name in (each.replace("fc1", fc) for each in layers for fc in ("fc1", "fc2")):  # labml's biases are optional
-        tensors.setdefault(name.replace("weight", "bias"), tensors[name].new_zeros(len(tensors[name])))
+    layers = [len(value) for name, value in tensors.items() if name.endswith(".mlp.fc1.weight")]
     if (bias := tensors.pop("lm_head.bias", None)) is not None:
         # A shift x of the head's input, by the bias of the last norm, replaces the bias of the head: weight x = bias.
         weight = tensors["lm_head.weight"].double()
@@ -112,7 +103,7 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
             aft_type="local",
             hidden_size=width,
             num_hidden_layers=len(layers),
-            intermediate_size=len(tensors[layers[0]]),
+            intermediate_size=layers[0],
             hidden_act=hidden_act,
             position_bias_dim=None,
             window_size=window,

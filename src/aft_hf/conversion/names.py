@@ -10,7 +10,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from ..position_biases_aft import widen
-from .errors import ConversionError
+from .report import ConversionError
 
 
 HEAD = ("classifier",)
@@ -71,7 +71,7 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
     """Return the tensors of a ViT by their names in transformers, made of the tensors of a checkpoint.
 
     Fused projections are split, and layer scales are folded into the modules before them. `source` is the name of the
-    checkpoint, for the error that is raised if one of its tensors is none of a ViT, or two are the same.
+    checkpoint, for the error that is raised if one of its tensors is none of a ViT.
     """
     found: dict[str, Part] = {}
     scales: dict[str, str] = {}
@@ -89,8 +89,6 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
                     f"{source}: {name} is no tensor of a ViT; only plain ViTs and DeiTs are converted, not adapters "
                     "(merge_and_unload them), parametrizations or shards of FSDP (save a full state dict)"
                 )
-            if each in found:
-                raise ConversionError(f"{source}: {name} and {found[each].sources[0]} are the same tensor of a ViT")
             found[each] = Part(part, (name,))
     for module, scale in scales.items():
         for name in (f"{module}.weight", f"{module}.bias"):
@@ -113,8 +111,8 @@ def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
     return Part((widen(part.tensor) * rows).to(part.tensor.dtype), (*part.sources, name))
 
 
-def name_in_aft(name: str) -> str:
-    """Return the name in an AFT of a tensor of a ViT that is copied."""
-    for old, new in AFT.items():
+def renamed(name: str, table: Mapping[str, str] = AFT) -> str:
+    """Replace parts of the name of a tensor; by default, a name in transformers by that in an AFT."""
+    for old, new in table.items():
         name = re.sub(old, new, name)
     return name

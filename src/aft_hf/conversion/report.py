@@ -1,4 +1,4 @@
-"""Report of a conversion: what became of every tensor."""
+"""Report of a conversion: what became of every tensor; and the error if there is none."""
 
 import math
 from collections import Counter
@@ -8,11 +8,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field
 
 from ..reading import Document
-from .errors import ConversionError
 
 
 REPORT_NAME = "conversion_report.json"
 Status = Literal["copied", "fitted", "new", "dropped"]
+
+
+class ConversionError(ValueError):
+    """A conversion is impossible. The message is one line: the file, the problem and the fix."""
 
 
 class TensorRecord(Document):

@@ -1,15 +1,10 @@
 """Resize the kernels and the patches of an AFT-conv for images of another size than the training images.
 
-On a larger image, a kernel of s x s patches covers a smaller part of the image, and a smaller share of the positions
-that are averaged. So the weights exp(w) of a kernel are resampled to the new grid of patches, as the position
-embeddings of a ViT are: each new weight is the mean of the old weights over its area. The sum of the weights then
-grows with the number of patches, like the sum over the positions outside the kernel, each of which has weight 1
-(w = 0).
-
-A patch of p x p pixels, too, covers a smaller part of a larger image, and its pixels vary less than in training. So
-the weights of the patch embedding are resampled to a larger patch by the pseudoinverse of bilinear interpolation, as
-in FlexiViT (Beyer et al. 2023, arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
-The stride of the patches is unchanged, so enlarged patches overlap.
+On a larger image, a kernel of s x s patches covers a smaller part of the image. So the weights exp(w) are resampled to
+the new grid: each new weight is the mean of the old ones over its area, and the sum of the weights grows like the sum
+over the positions outside the kernel, each of which has weight 1 (w = 0). The weights of the patch embedding are
+resampled to a larger patch by the pseudoinverse of bilinear interpolation, as in FlexiViT (Beyer et al. 2023,
+arXiv:2212.08013): the embedding of an enlarged patch is that of the original patch.
 """
 
 import copy
@@ -109,7 +104,7 @@ def resampled(weight: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor
     For larger patches, the embedding of a bilinearly enlarged patch is equal to that of the original patch. For
     smaller patches, it has the least squared error.
     """
-    wide = weight.double() if weight.is_cpu else weight.cpu().double()  # not all devices have float64
+    wide = weight.cpu().double()  # not all devices have float64
     rows, columns = (_inverse_interpolation(*sizes) for sizes in zip(weight.shape[2:], patch_size))
     return (rows @ wide @ columns.mT).to(weight)
 
@@ -131,18 +126,11 @@ def _resized_kernel(
         return bias, deviation, mean
     # The inverse of Eq. 8. Where gamma is 0, w is constant, and the shape of the kernel is left to training.
     flat = deviation == 0
-    standard = torch.where(
-        flat, _standardized(torch.randn_like(bias)), (bias - mean) / deviation.masked_fill(flat, 1.0)
-    )
+    standard = torch.where(flat, torch.randn_like(bias), (bias - mean) / deviation.masked_fill(flat, 1.0))
     # The kernel keeps its standard deviation, so that an optimizer changes it at the same rate as before.
     size = widen(mixer.kernel).std((1, 2), correction=0, keepdim=True)
     kernel = standard * torch.where(size == 0, mixer.position_bias_init_std / mixer.position_bias_multiplier, size)
     return kernel, deviation.flatten(), mean.flatten()
-
-
-def _standardized(kernels: torch.Tensor) -> torch.Tensor:
-    deviation, mean = torch.std_mean(kernels, (1, 2), correction=0, keepdim=True)
-    return (kernels - mean) / deviation.masked_fill(deviation == 0, 1.0)
 
 
 def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, outside: float) -> torch.Tensor:
@@ -154,7 +142,7 @@ def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, 
     half = kernels.shape[-1] // 2
     reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
     rows, columns = (_shares(half, reach, ratio) for ratio in ratios)
-    wide = kernels.double() if kernels.is_cpu else kernels.cpu().double()  # not all devices have float64
+    wide = kernels.cpu().double()  # not all devices have float64
     beyond = math.exp(outside)
     weights = rows @ (wide.exp() - beyond) @ columns.mT + beyond
     return weights.clamp_min(torch.finfo(weights.dtype).tiny).log().to(kernels)  # rounding could make it 0

@@ -1,8 +1,6 @@
 """Saving a conversion: all files, verified, or none. The report lists them, so that no others are overwritten."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,14 +13,13 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..configuration_aft import AFTConfig, pair
-from ..data.atomic_files import sha256
+from ..data.atomic_files import UNFINISHED, move_into, sha256
 from ..data.image_size import processor_for
 from ..loading import load
 from ..modeling_aft import AFTForImageClassification
 from ..reading import explained, first_line, read_json
-from .deit import convert_deit, copied_parts, source_names
-from .errors import ConversionError
-from .report import REPORT_NAME, ConversionReport
+from .deit import convert_deit, copied_parts
+from .report import REPORT_NAME, ConversionError, ConversionReport
 from .source import VisionTransformerSource, read_source
 
 
@@ -64,7 +61,7 @@ def save_converted(
             conversion, or cannot be written.
     """
     directory = Path(os.path.realpath(directory))
-    _check_target(directory, source, overwrite)
+    _check_target(directory, overwrite)  # before the work begins
     lock: AbstractContextManager[bool] = nullcontext(True)
     advice = ""
     if distillation is not None:
@@ -114,40 +111,31 @@ def _write(
     processor: BaseImageProcessor,
     report: ConversionReport,
 ) -> None:
-    """Write a conversion to a temporary directory, verify it, and replace `directory` by it, or change nothing."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as aside:
-        finished, earlier = Path(aside, "finished"), Path(f"{aside}-earlier")
-        model.save_pretrained(finished)
-        processor.save_pretrained(finished)
-        report.files = {path.name: sha256(path) for path in sorted(finished.iterdir())}
-        (finished / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
-        verify_conversion(source, finished)
-        written = _check_target(directory, source, overwrite)  # again: another process may have written there
-        if directory.exists():
-            _keep_other_files(directory, finished, written)
-        try:
-            if directory.exists():
-                directory.rename(earlier)
-            finished.rename(directory)
-        except BaseException:  # also Ctrl-C
-            if earlier.exists():
-                earlier.rename(directory)
-            raise
-        shutil.rmtree(earlier, ignore_errors=True)
+    """Write a conversion aside, verify it, and move its files to `directory`, or change nothing."""
+    with move_into(directory) as aside:
+        model.save_pretrained(aside)
+        processor.save_pretrained(aside)
+        report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+        (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
+        verify_conversion(source, aside)
+        earlier = _check_target(directory, overwrite)  # again: another process may have written there
+        for name in {*report.files, REPORT_NAME} - earlier:
+            if os.path.lexists(directory / name):
+                raise ConversionError(
+                    f"{directory}: holds {name}, which the earlier conversion did not write and the new one does; "
+                    "move it, or give another directory"
+                )
+    for path in directory.iterdir():
+        if path.name in earlier - {*report.files, REPORT_NAME}:
+            path.unlink()
 
 
-def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bool) -> set[str]:
-    """Check, before the work begins, that at most an earlier conversion is overwritten, and only with `overwrite`.
+def _check_target(directory: Path, overwrite: bool) -> set[str]:
+    """Check that at most an earlier conversion is overwritten, and only with `overwrite`.
 
     Returns the names of the files that the earlier conversion wrote.
     """
-    if directory.exists() and not directory.is_dir():
-        raise ConversionError(f"{directory}: is a file; give a directory")
-    for name, path in (("the source", Path(source).resolve()), ("the working directory", Path.cwd())):
-        if path.exists() and path.is_relative_to(directory):
-            raise ConversionError(f"{directory}: holds {name}; give another directory")
-    if not directory.exists() or not any(directory.iterdir()):
+    if not directory.exists() or not {path.name for path in directory.iterdir()} - {UNFINISHED}:
         return set()
     if not overwrite:
         raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
@@ -163,22 +151,6 @@ def _check_target(directory: Path, source: str | os.PathLike[str], overwrite: bo
                 "give another directory"
             )
     return {*files, REPORT_NAME}
-
-
-def _keep_other_files(earlier: Path, later: Path, written: set[str]) -> None:
-    """Copy the files in `earlier` that its conversion did not write to the conversion in `later`."""
-    others = {path.name for path in earlier.iterdir()} - written
-    if taken := sorted(others & {path.name for path in later.iterdir()}):
-        raise ConversionError(
-            f"{earlier}: holds {taken[0]}, which the earlier conversion did not write and the new one does; move it, "
-            "or give another directory"
-        )
-    for name in others:
-        path = earlier / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, later / name, symlinks=True)
-        else:
-            shutil.copy2(path, later / name, follow_symlinks=False)
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
@@ -203,7 +175,7 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
         saved = load_file(directory / SAFE_WEIGHTS_NAME)
         options = {name: report.options[name] for name in ("source_image_size", "source_num_heads")}
     found = read_source(source, **options)
-    report.check(source_names(found), saved)
+    report.check(found.names, saved)
     if "distillation" in report.options:  # which changed all tensors
         return 0
     copies = copied_parts(found, load(AFTConfig, directory, ConversionError), saved)

@@ -4,51 +4,37 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoImageProcessor,
-    DeiTConfig,
-    DeiTForImageClassification,
-    DeiTForImageClassificationWithTeacher,
-    DeiTModel,
-    Dinov2Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTMAEConfig,
-    ViTModel,
-)
+import transformers
+from transformers import CONFIG_MAPPING, AutoImageProcessor, DeiTConfig, PreTrainedConfig, PreTrainedModel, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.utils import CONFIG_NAME, logging
 
+from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
 from ..loading import OWN_KERNELS, load, read_config, read_image_processor
 from ..reading import Document, explained, read_json
-from .errors import ConversionError
 from .files import read_weights
 from .names import DISTILLED_HEADS, HEAD, OPTIONAL, Part, vit_tensors
+from .report import ConversionError
 from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config
 
 
 logger = logging.get_logger(__name__)
 
-# Config classes of the models that can be converted, by `model_type`.
-CONFIG_CLASSES = {"vit": ViTConfig, "deit": DeiTConfig, "dinov2": Dinov2Config, "vit_mae": ViTMAEConfig}
-# Types whose images are normalized by the mean and standard deviation of ImageNet if there is no image processor.
-IMAGENET_NORMALIZED = ("deit", "dinov2", "vit_mae")
+MODEL_TYPES = ("vit", "deit", "dinov2", "vit_mae")  # that can be converted
 # Model classes of transformers, by model type and heads.
 MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
-    ("vit", ()): ViTModel,
-    ("vit", HEAD): ViTForImageClassification,
-    ("deit", ()): DeiTModel,
-    ("deit", HEAD): DeiTForImageClassification,
-    ("deit", DISTILLED_HEADS): DeiTForImageClassificationWithTeacher,
+    ("vit", ()): transformers.ViTModel,
+    ("vit", HEAD): transformers.ViTForImageClassification,
+    ("deit", ()): transformers.DeiTModel,
+    ("deit", HEAD): transformers.DeiTForImageClassification,
+    ("deit", DISTILLED_HEADS): transformers.DeiTForImageClassificationWithTeacher,
 }
 
 
@@ -79,11 +65,14 @@ class VisionTransformerSource:
         return next(iter(self.parts.values())).tensor.dtype
 
     @property
+    def names(self) -> set[str]:
+        """The names of the tensors of the checkpoint."""
+        return {name for part in self.parts.values() for name in part.sources}
+
+    @property
     def grid_size(self) -> tuple[int, int]:
         """Rows and columns of patches."""
-        sides = zip(pair(self.config.image_size), pair(self.config.patch_size))
-        rows, columns = (side // patch for side, patch in sides)
-        return rows, columns
+        return patch_grid(self.config)
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -91,57 +80,22 @@ class VisionTransformerSource:
         present = (heads for heads in (HEAD, DISTILLED_HEADS) if f"{heads[-1]}.weight" in self.parts)
         return next((heads for heads in present if (self.config.model_type, heads) in MODEL_CLASSES), ())
 
-    @cached_property
-    def empty_model(self) -> PreTrainedModel:
-        """The model of transformers for this checkpoint, on the meta device."""
-        with torch.device("meta"):
-            return MODEL_CLASSES[self.config.model_type, self.heads](self.config, **self._options)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {} if self.heads else {"add_pooling_layer": False}
-
     def to_transformers(self) -> PreTrainedModel:
         """Return the model of transformers that is equivalent to this checkpoint, in evaluation mode.
 
         Returns:
             A `DeiTForImageClassificationWithTeacher` for two heads, a `DeiTForImageClassification` or
             `ViTForImageClassification` for one head, or a `DeiTModel` or `ViTModel` (without pooler) for a backbone.
+            It shares the tensors of this object.
         """
-        state = {name: self.parts[self._without_prefix(name)].tensor for name in self.empty_model.state_dict()}
-        options = {"config": self.config, "state_dict": state, "dtype": self.dtype, **self._options}
-        return type(self.empty_model).from_pretrained(None, **options).eval()
-
-    def _without_prefix(self, name: str) -> str:
-        return name.removeprefix(f"{self.empty_model.base_model_prefix}.")
-
-    def check(self) -> None:
-        """Raise a `ConversionError` unless the checkpoint reads RGB and has all tensors, in their shapes, alone."""
-        config, kind = self.config, self.config.model_type
-        if config.num_channels != 3:
-            raise ConversionError(
-                f"{self.name}: takes images of {config.num_channels} channels; only models of RGB are converted"
-            )
-        if len({name.split(".")[1] for name in self.parts if name.startswith("layers.")}) != config.num_hidden_layers:
-            raise ConversionError(
-                f"{self.name}: its config has {config.num_hidden_layers} layers, its weights have another number"
-            )
-        with explained(f"{self.name}: no {kind} can have its config", ConversionError):
-            expected = {self._without_prefix(name): x.shape for name, x in self.empty_model.state_dict().items()}
-        if missing := sorted(expected.keys() - self.parts.keys()):
-            raise ConversionError(
-                f"{self.name}: {missing[0]} (by its name in transformers) is missing from the checkpoint"
-            )
-        for name, (tensor, sources) in self.parts.items():
-            if name not in expected and not re.fullmatch(OPTIONAL, name):
-                raise ConversionError(
-                    f"{self.name}: {sources[0]} is no tensor of a {kind}; only plain ViTs and DeiTs are converted"
-                )
-            if tensor.shape != expected.get(name, tensor.shape):
-                raise ConversionError(
-                    f"{self.name}: {' times '.join(sources)} gives {name} the shape {tuple(tensor.shape)}, but the "
-                    f"rest of the checkpoint needs {tuple(expected[name])}"
-                )
+        options = {} if self.heads else {"add_pooling_layer": False}
+        with torch.device("meta"):
+            model = MODEL_CLASSES[self.config.model_type, self.heads](self.config, **options)
+        names = {name.removeprefix(f"{model.base_model_prefix}."): name for name in model.state_dict()}
+        kept = {name: part for name, part in self.parts.items() if name in names or not re.fullmatch(OPTIONAL, name)}
+        # Strict: missing and other tensors and shapes are an error, which names them.
+        model.load_state_dict({names.get(name, name): part.tensor for name, part in kept.items()}, assign=True)
+        return model.eval()
 
 
 def read_source(
@@ -172,7 +126,7 @@ def read_source(
         name, values = source.name_or_path or type(source).__name__, source.config.to_dict()
     elif isinstance(source, (str, os.PathLike)):
         name = str(source)
-        values = _without_config(name) if Path(name).is_file() else _read_config(name)
+        values = _read_config(name)
     else:
         raise TypeError(
             "source must be a directory, a weight file, a Hub id, or a ViT or DeiT of transformers in "
@@ -207,22 +161,24 @@ def read_source(
                     f"{name}: its config has the image size and the heads; leave out source_image_size and "
                     "source_num_heads (--source-image-size, --source-num-heads)"
                 )
+    if config.num_channels != 3:
+        raise ConversionError(f"{name}: takes images of {config.num_channels} channels; only RGB is converted")
     found = VisionTransformerSource(name, config, parts, processor, is_own, part)
-    found.check()
+    with explained(f"{name}: its tensors are not those of a {config.model_type} with its config", ConversionError):
+        found.to_transformers()
     return found
 
 
 def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a config of transformers; raise a ConversionError unless it is that of a ViT or an equivalent model."""
-    if (model_type := values["model_type"]) not in CONFIG_CLASSES:
+    if (model_type := values["model_type"]) not in MODEL_TYPES:
         raise ConversionError(
             f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
-            f"give one of {', '.join(map(repr, CONFIG_CLASSES))}"
+            f"give one of {', '.join(map(repr, MODEL_TYPES))}"
         )
     if values.get("use_swiglu_ffn"):
         raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
-    config_class: type[PreTrainedConfig] = CONFIG_CLASSES[model_type]
-    return config_class.from_dict(dict(values), **OWN_KERNELS)
+    return CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
 
 
 def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
@@ -238,14 +194,14 @@ def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
 def _usual_image_processor(config: PreTrainedConfig) -> BaseImageProcessor:
     """Return the default image processor of a model type: ImageNet's mean and standard deviation, or 0.5 for a ViT."""
     height, width = pair(config.image_size)
-    if config.model_type in IMAGENET_NORMALIZED:
-        return image_processor(PretrainedConfig(), (height, width))
-    return ViTImageProcessorPil(size={"height": height, "width": width})
+    if config.model_type == "vit":
+        return ViTImageProcessorPil(size={"height": height, "width": width})
+    return image_processor(PretrainedConfig(), (height, width))
 
 
 def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str = "main", **options: Any) -> Any:
     """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
-    if config.model_type not in CONFIG_CLASSES or read_image_processor(source, revision=revision):
+    if config.model_type not in MODEL_TYPES or read_image_processor(source, revision=revision):
         return load(AutoImageProcessor, source, revision=revision, **options)
     usual: Any = _usual_image_processor(config)
     logger.warning(
@@ -255,22 +211,21 @@ def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str
     return usual
 
 
-def _without_config(name: str) -> dict[str, Any]:
-    """Return the empty config of a weight file; refuse the file if a config of transformers or timm lies beside it."""
-    if (beside := Path(name).parent / CONFIG_NAME).is_file():
-        stated = read_json(beside, Document, ConversionError).model_extra or {}
-        if stated.get("model_type") is not None or stated.get("architecture") is not None:
-            raise ConversionError(
-                f"{name}: {beside} would not be read; give the directory, or move a file that this config does not "
-                "describe out of it"
-            )
-    return {}
-
-
 def _read_config(name: str) -> dict[str, Any]:
-    config = read_config(name, ConversionError).model_dump(exclude_unset=True)
-    if config.get("model_type") is None and config.get("architecture") is None:
+    """Return the config of transformers or timm; that of a weight file is empty, and one beside it is refused."""
+    is_file, beside = Path(name).is_file(), Path(name).parent / CONFIG_NAME
+    if is_file and not beside.is_file():
+        return {}
+    found = read_json(beside, Document, ConversionError) if is_file else read_config(name, ConversionError)
+    config = found.model_dump(exclude_unset=True)
+    is_known = config.get("model_type") is not None or config.get("architecture") is not None
+    if is_file and is_known:
+        raise ConversionError(
+            f"{name}: {beside} would not be read; give the directory, or move a file that this config does not "
+            "describe out of it"
+        )
+    if not is_file and not is_known:
         raise ConversionError(
             f"{name}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture) is in it"
         )
-    return config
+    return {} if is_file else config

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, FiniteFloat
 from torch import nn
 from transformers import DeiTConfig, ViTConfig
@@ -17,9 +16,9 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import pair
-from ..reading import Document, parse_json
-from .errors import ConversionError
+from ..reading import Document, explained, parse_json
 from .names import DISTILLATION_TOKEN, PATCHES, POSITIONS, Part
+from .report import ConversionError
 from .resizing import one_or_pair
 
 
@@ -109,11 +108,16 @@ def infer_config(
     default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width.
     Position embeddings without one of the class token, as in DeiT-III, get a zero for it in `parts`.
     """
-    patches, positions, mlp = (
-        _tensor(name, parts, *each) for each in ((PATCHES, 4), (POSITIONS, 3), ("layers.0.mlp.fc1.weight", 2))
-    )
+    if ".patch_embeddings." in parts[PATCHES].sources[0]:
+        raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
+    used = (PATCHES, POSITIONS, "layers.0.mlp.fc1.weight")
+    with explained(
+        f"{name}: {', '.join(used)} (by their names in transformers) are not those of a ViT", ConversionError
+    ):
+        shapes = [tuple(parts[each].tensor.shape) for each in used]
+        (width, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
+        rows, columns = patch_size
     distilled = DISTILLATION_TOKEN in parts
-    width, patch_size = patches.shape[0], (patches.shape[2], patches.shape[3])
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
         num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
@@ -124,33 +128,23 @@ def infer_config(
         )
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
-    height, width_in_pixels = _image_size(name, positions.shape[1], 2 if distilled else 1, patch_size, image_size)
-    if positions.shape[1] == (height // patch_size[0]) * (width_in_pixels // patch_size[1]):
-        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=nn.functional.pad(positions, (0, 0, 1, 0)))
+    image_size = _image_size(name, length, 2 if distilled else 1, (rows, columns), image_size)
+    if length == (image_size[0] // rows) * (image_size[1] // columns):
+        padded = nn.functional.pad(parts[POSITIONS].tensor, (0, 0, 1, 0))
+        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=padded)
     return (DeiTConfig if distilled else ViTConfig)(
         hidden_size=width,
         num_hidden_layers=len({key.split(".")[1] for key in parts if key.startswith("layers.")}),
         num_attention_heads=num_heads,
-        intermediate_size=mlp.shape[0],
+        intermediate_size=intermediate_size,
         hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
         layer_norm_eps=LAYER_NORM_EPS,
-        image_size=one_or_pair((height, width_in_pixels)),
-        patch_size=one_or_pair(patch_size),
-        num_channels=patches.shape[1],
+        image_size=one_or_pair(image_size),
+        patch_size=one_or_pair((rows, columns)),
+        num_channels=channels,
         qkv_bias="layers.0.attention.q_proj.bias" in parts,
         **_labels(pretrained_cfg, max((len(parts[name].tensor) for name in CLASSIFIERS & parts.keys()), default=0)),
     )
-
-
-def _tensor(name: str, parts: dict[str, Part], tensor_name: str, dim: int) -> torch.Tensor:
-    if tensor_name not in parts:
-        raise ConversionError(f"{name}: {tensor_name} (by its name in transformers) is missing from the checkpoint")
-    tensor, sources = parts[tensor_name]
-    if ".patch_embeddings." in sources[0]:
-        raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
-    if tensor.dim() != dim:
-        raise ConversionError(f"{name}: {sources[0]} is {tuple(tensor.shape)}, not of {dim} dimensions")
-    return tensor
 
 
 def _image_size(
@@ -159,19 +153,14 @@ def _image_size(
     """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
     rows, columns = patch_size
     counts = (length - prefix, length)
-    if image_size is None:
-        for side in (math.isqrt(max(count, 0)) for count in counts):
-            if side > 0 and side**2 in counts:
-                return side * rows, side * columns
+    sides = (math.isqrt(max(count, 0)) for count in counts)
+    side = next((side for side in sides if side**2 in counts), 0)  # of a square grid
+    height, width = (side * rows, side * columns) if image_size is None else pair(image_size)
+    if (height // rows) * (width // columns) not in counts or height % rows or width % columns or height < 1:
+        size = "square images" if image_size is None else f"images of {height} x {width} pixels"
         raise ConversionError(
-            f"{name}: {length} positions are no square of patches; give source_image_size, its height and width in "
-            "pixels"
-        )
-    height, width = pair(image_size)
-    if (height // rows) * (width // columns) not in counts or height % rows or width % columns:
-        raise ConversionError(
-            f"{name}: images of {height} x {width} pixels do not fit its {length} positions and patches of "
-            f"{rows} x {columns}; give the source_image_size it was trained at"
+            f"{name}: {size} do not fit its {length} positions and patches of {rows} x {columns} pixels; give "
+            "source_image_size (--source-image-size), the height and width it was trained at"
         )
     return height, width
 

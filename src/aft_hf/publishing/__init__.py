@@ -2,7 +2,7 @@
 
 from .card import build_card, write_card
 from .checks import find_problems
-from .errors import PublishError
+from .folder import PublishError
 from .upload import Publication, publish
 
 

@@ -13,10 +13,9 @@ from ..conversion.report import REPORT_NAME
 from ..data.atomic_files import write_atomic
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import first_line
-from .errors import PublishError
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
-from .folder import refuse_misplaced_files
+from .folder import PublishError, misplaced_files
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -72,22 +71,6 @@ def build_card(
 ) -> ModelCard:
     """Build the card of a saved model without writing it. Arguments and errors are those of `write_card`."""
     directory = Path(directory)
-    return _card(directory, repo_id=repo_id, terms=_license(directory, license))
-
-
-def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
-    """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
-    refuse_misplaced_files(directory)
-    path = directory / README
-    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
-    if any(mark in written for mark in GENERATED):
-        return str(build_card(directory, repo_id=repo_id, license=license))
-    if license is not None:
-        raise PublishError(f"{README}: is not generated, so it stays as it is; write the license into it")
-    return None
-
-
-def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> ModelCard:
     facts = read_facts(directory)
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
@@ -95,9 +78,10 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
     name, task = source.split("/")[-1], PIXELS if facts.is_pixels else TASKS[kind]
     distilled = facts.conversion is not None and facts.conversion["distillation"]
     pictures = [file for file in PICTURES if (directory / file).is_file()]
-    types, longest = set(config.layer_aft_types), _longest(config)
+    types = set(config.layer_aft_types)
+    is_limited = config.use_position_embeddings or types & {"full", "local"}
     return ModelCard.from_template(
-        _metadata(facts, name, task, terms),
+        _metadata(facts, name, task, _license(directory, license)),
         template_path=str(TEMPLATE),
         marker=MARKER,
         name=name,
@@ -109,7 +93,7 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
         task=task,
         pipeline=facts.architecture != "AFTModel",
         architecture=_architecture(facts),
-        longest=longest if facts.is_text else None,
+        longest=config.max_position_embeddings if is_limited else "no limit",
         any_size=not config.use_position_embeddings and types == {"conv"},
         side=math.isqrt(config.max_position_embeddings // 3),  # of the images of a model of sub-pixels
         size=" x ".join(map(str, pair(config.image_size))),
@@ -123,13 +107,21 @@ def _card(directory: Path, *, repo_id: str | None, terms: dict[str, str]) -> Mod
     )
 
 
-def card_problems(text: str, directory: Path) -> list[str]:
-    """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network.
+def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
+    """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
+    if problems := misplaced_files(directory):
+        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
+    path = directory / README
+    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
+    if any(mark in written for mark in GENERATED):
+        return str(build_card(directory, repo_id=repo_id, license=license))
+    if license is not None:
+        raise PublishError(f"{README}: is not generated, so it stays as it is; write the license into it")
+    return None
 
-    Args:
-        text: the text of the card.
-        directory: the directory of the card.
-    """
+
+def card_problems(text: str, directory: Path) -> list[str]:
+    """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network."""
     try:
         card = ModelCard(text)
         data = card.data.to_dict()
@@ -201,11 +193,6 @@ def _architecture(facts: Facts) -> dict[str, Any]:
         if value != getattr(default, name) and name not in ("id2label", "dtype") and name[0] != "_":
             rows[name.replace("_", " ")] = value
     return rows
-
-
-def _longest(config: AFTConfig) -> int | str:
-    limited = config.use_position_embeddings or set(config.layer_aft_types) & {"full", "local"}
-    return config.max_position_embeddings if limited else "no limit"
 
 
 def _label(name: str) -> str:

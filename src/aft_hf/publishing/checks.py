@@ -5,7 +5,6 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, explained, read_json
 from .card import ARCHITECTURES, README, card_problems
-from .errors import PublishError
 from .facts import RESULTS, read_object, section
-from .folder import files_by_name, misplaced_files
+from .folder import PublishError, files_to_upload, misplaced_files
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -49,7 +47,7 @@ SECRETS = {
 }
 
 
-def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | None = None) -> list[str]:
     """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
@@ -60,12 +58,12 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] = Ma
         directory: directory of a saved model.
         new: texts of files that will be written into `directory` before the upload, by name.
     """
-    directory = Path(directory)
+    directory, new = Path(directory), new or {}
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):
         return problems
-    files = files_by_name(directory)
+    files, _ = files_to_upload(directory)
     for name, path in files.items():
         with explained(f"{name}: cannot be read", PublishError):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
@@ -95,9 +93,8 @@ def _is_pickle(path: Path) -> bool:
     if path.suffix in PICKLE_SUFFIXES:
         return True
     with path.open("rb") as file:
-        start = file.read(2)
-    if start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return True
+        if re.match(rb"\x80[\x02-\x05]", file.read(2)):
+            return True
     # The format of torch.save.
     return zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist())
 

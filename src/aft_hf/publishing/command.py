@@ -14,19 +14,10 @@ def publish_command(
     ],
     repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, name/model; created if it does not exist.")],
     private: Annotated[
-        bool | None,
-        typer.Option(
-            "--private/--public",
-            help="Visibility of a new repository. Default: that of the account.",
-            show_default=False,
-        ),
+        bool | None, typer.Option("--private/--public", help="Visibility if it is new. Default: the account's.")
     ] = None,
     license: Annotated[
-        str | None,
-        typer.Option(
-            help="License of the weights as an SPDX id, such as mit. Default: that of the card, or apache-2.0.",
-            show_default=False,
-        ),
+        str | None, typer.Option(help="SPDX id of the license of the weights. Default: the card's, or apache-2.0.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and show what would be uploaded; write and upload nothing.")

@@ -1,5 +1,6 @@
 """Escaping of strings from files for the model card: for its Markdown, its code and its metadata."""
 
+import html
 import json
 import re
 
@@ -9,7 +10,6 @@ import re
 SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|!(?=\[)")
 # Parts of text that become links without any markup.
 BARE_LINKS = re.compile(r":(?=//)|@|(?<=www)\.", re.IGNORECASE)
-HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def one_line(text: str) -> str:
@@ -19,8 +19,7 @@ def one_line(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Return Markdown that shows `text` literally, inside a line or a table cell."""
-    text = BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", one_line(text)))
-    return re.sub("[&<>]", lambda match: HTML[match[0]], text)
+    return html.escape(BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", one_line(text))), quote=False)
 
 
 def code(text: str) -> str:

@@ -2,18 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import parse_local_safetensors_file_metadata
+from transformers.utils.generic import flatten_dict
 
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..loading import load
 from ..reading import read_json
-from .errors import PublishError
+from .folder import PublishError
 
 
 # Files of the training loop and of Trainer.
@@ -71,9 +71,7 @@ class Facts:
     @property
     def was_trained(self) -> bool:
         """Whether the facts describe a training, and not only the runtime of an evaluation."""
-        return any(
-            _split_of(fact.name)[0] is None and (fact.name, fact.value) != ("epoch", 0) for fact in self.training
-        )
+        return any(not _split_of(fact.name)[0] and (fact.name, fact.value) != ("epoch", 0) for fact in self.training)
 
 
 def is_hub_id(name: str) -> bool:
@@ -89,8 +87,13 @@ def read_facts(directory: Path) -> Facts:
     """
     config = load(AFTConfig, directory, PublishError)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
-    _read_results(read_object(directory / RESULTS), facts)
-    _read_trainer(directory, facts)
+    results = read_object(directory / RESULTS)
+    if not {"metrics", "recipe"} & results.keys():  # `aft-hf evaluate --out` may have written it
+        results = {}
+    _read_recipe(section(results, "recipe"), facts)
+    facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
+    _read_values(RESULTS, results, facts)
+    _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
     if (directory / REPORT_NAME).exists():
         report = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
         facts.base_model = facts.base_model or (report.source if is_hub_id(report.source) else None)
@@ -99,42 +102,28 @@ def read_facts(directory: Path) -> Facts:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; it is empty if the file does not exist.
-
-    Raises:
-        PublishError: the file holds something else.
-    """
+    """Read a JSON object; it is empty if the file does not exist."""
     return read_json(path, dict[str, Any], PublishError) if path.exists() else {}
 
 
-def section(values: Any, *keys: str) -> dict[str, Any]:
-    """Return an object in nested objects. It is empty if there is none: other programs write other files."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) else {}
+def section(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in an object. It is empty if there is none: other programs write other files."""
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _count_parameters(directory: Path) -> int | None:
     """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
-    count = 0
-    for path in directory.glob("model*.safetensors"):
-        try:
-            with safe_open(path, "pt") as file:
-                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-        except (SafetensorError, OSError):
-            return None  # the checks report it
-    return count or None
+    try:
+        files = map(parse_local_safetensors_file_metadata, directory.glob("model*.safetensors"))
+        return sum(sum(file.parameter_count.values()) for file in files) or None
+    except Exception:  # of a damaged header; the checks report it
+        return None
 
 
-def _read_results(results: dict[str, Any], facts: Facts) -> None:
-    """Read results.json of the training loop."""
-    if not {"metrics", "recipe"} & results.keys():  # `aft-hf evaluate --out` may have written it
-        return
-    for name, value in _flat(section(results, "metrics")):
-        split, metric = _split_of(name)
-        if _is_number(value) and _is_result(metric):
-            facts.results.append(Fact(metric, value, RESULTS, split))
-    recipe, data, paper = (section(results, "recipe", *more) for more in ((), ("data",), ("paper",)))
+def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
+    """Read the recipe of a run of the training loop."""
+    data, paper = section(recipe, "data"), section(recipe, "paper")
     facts.is_pixels = recipe.get("task") == "pixels"
     if data.get("dataset"):
         facts.dataset = str(data["dataset"])
@@ -144,27 +133,20 @@ def _read_results(results: dict[str, Any], facts: Facts) -> None:
         facts.base_model = recipe["model"]["pretrained"]
     if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
         facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
-    named: dict[str, Fact] = {}
-    for name, value in _flat(results):
-        if (
-            value is not False
-            and not NOT_LISTED.fullmatch(name)
-            and (_is_number(value) or not isinstance(value, float))
-        ):
+
+
+def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
+    """Add the results and the other values of a file; of several values of a name, the first is added."""
+    training: dict[str, Fact] = {}
+    for name, value in flatten_dict(values).items():
+        split, metric = _split_of(name.removeprefix("metrics."))
+        is_result = metric.endswith(METRICS) and not metric.startswith("train")
+        if is_result and _is_number(value) and (split is not None or metric != name):
+            facts.results.append(Fact(metric, value, file, split))
+        elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or (value and not isinstance(value, float))):
             short = name.removeprefix("recipe.")
-            named.setdefault(short, Fact(short, value, RESULTS))
-    facts.training += named.values()
-    facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
-
-
-def _read_trainer(directory: Path, facts: Facts) -> None:
-    """Read the results of transformers' Trainer: all_results.json."""
-    for name, value in _flat(read_object(directory / TRAINER_RESULTS)):
-        split, metric = _split_of(name)
-        if _is_number(value) and _is_result(metric) and split is not None:
-            facts.results.append(Fact(metric, value, TRAINER_RESULTS, split))
-        elif _is_number(value):
-            facts.training.append(Fact(name, value, TRAINER_RESULTS))
+            training.setdefault(short, Fact(short, value, file))
+    facts.training += training.values()
 
 
 def _conversion(report: ConversionReport) -> dict[str, Any]:
@@ -184,15 +166,6 @@ def _conversion(report: ConversionReport) -> dict[str, Any]:
     return {"source": report.source, "counts": counts, "has_new": has_new, "distillation": sentence}
 
 
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested mappings with their dotted names. A list is a leaf; empty values are skipped."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    elif values is not None and values != "" and values != []:
-        yield prefix, values
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
@@ -207,7 +180,3 @@ def _split_of(name: str) -> tuple[str | None, str]:
     """Split names like "eval_accuracy" or "validation.accuracy" into ("validation", "accuracy")."""
     head, rest = (re.split("[._]", name, maxsplit=1) + [""])[:2]
     return (SPLITS[head], rest) if head in SPLITS and rest else (None, name)
-
-
-def _is_result(name: str) -> bool:
-    return name.endswith(METRICS) and not name.startswith("train")

@@ -4,7 +4,9 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .errors import PublishError
+
+class PublishError(ValueError):
+    """Raised when a model cannot be published. The message says in one line what is wrong and what to do."""
 
 
 # Files of training and conversion that no model needs are not published. Neither are hidden files, except Git's own.
@@ -14,26 +16,18 @@ LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
 
 
-def files_to_upload(directory: Path) -> tuple[list[Path], list[Path]]:
-    """Return (files of the model, files and folders that are left out), sorted.
-
-    The files in a folder that is left out are not listed.
-    """
-    kept, left_out = [], []
-    for folder, folders, names in os.walk(directory):
-        here = Path(folder)
-        for name in [*folders, *names]:
-            if _is_hidden(name) or any(fnmatch(name, pattern) for pattern in LEFT_OUT):
-                left_out.append(here / name)
-            elif name in names or (here / name).is_symlink():
-                kept.append(here / name)
-        folders[:] = [name for name in folders if here / name not in left_out]
-    return sorted(kept), sorted(left_out)
-
-
-def files_by_name(directory: Path) -> dict[str, Path]:
-    """Return the files to publish by their name on the Hub."""
-    return {path.relative_to(directory).as_posix(): path for path in files_to_upload(directory)[0]}
+def files_to_upload(directory: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of the model by their names on the Hub, and the names of what is left out, both sorted."""
+    kept, left_out = {}, []
+    for folder, folders, files in os.walk(directory):
+        for name in [*folders, *files]:
+            path = Path(folder, name)
+            if _is_left_out(name):
+                left_out.append(path.relative_to(directory).as_posix())
+            elif name in files or path.is_symlink():
+                kept[path.relative_to(directory).as_posix()] = path
+        folders[:] = [name for name in folders if not _is_left_out(name)]
+    return dict(sorted(kept.items())), sorted(left_out)
 
 
 def misplaced_files(directory: Path) -> list[str]:
@@ -41,14 +35,12 @@ def misplaced_files(directory: Path) -> list[str]:
 
     A symlink could publish any file of the machine or overwrite it, and reading a pipe never ends.
     """
-    problems = {name: _misplacement(path, directory) for name, path in files_by_name(directory).items()}
+    problems = {name: _misplacement(path, directory) for name, path in files_to_upload(directory)[0].items()}
     return [f"{name}: {problem}" for name, problem in problems.items() if problem is not None]
 
 
-def refuse_misplaced_files(directory: Path) -> None:
-    """Raise a PublishError that lists `misplaced_files`, if there are any."""
-    if problems := misplaced_files(directory):
-        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
+def _is_left_out(name: str) -> bool:
+    return _is_hidden(name) or any(fnmatch(name, pattern) for pattern in LEFT_OUT)
 
 
 def _is_hidden(name: str) -> bool:

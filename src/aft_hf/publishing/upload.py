@@ -6,11 +6,10 @@ of the model in the repository.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
@@ -18,15 +17,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from transformers.utils import CONFIG_NAME
 
 from ..data.atomic_files import write_atomic
 from ..progress import plain_console
 from ..reading import described, shortened
 from .card import README, new_text
 from .checks import CODE, PACKAGE, find_problems
-from .errors import PublishError
-from .folder import files_by_name, files_to_upload
+from .folder import PublishError, files_to_upload
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
@@ -78,21 +75,23 @@ def publish(
             files differ from the local files. The message says what to do.
     """
     directory, console = Path(directory), console or plain_console()
-    if not (directory / CONFIG_NAME).is_file():
-        _refuse_unfit(directory)
     api = HfApi(endpoint=endpoint, token=token)
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
     if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
         new[README] = text
-    _refuse_unfit(directory, new)
-    files = {name: path.stat().st_size for name, path in files_by_name(directory).items()}
+    if problems := find_problems(directory, new):
+        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
+    kept, left_out = files_to_upload(directory)
+    files = {name: path.stat().st_size for name, path in kept.items()}
     files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
     text = new.get(README) or (directory / README).read_text(encoding="utf-8")
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    _show(console, directory, repo_id, files, ModelCard(text).data.to_dict()["license"])
+    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict()["license"]))
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}", markup=False)
     if dry_run:
         console.print("nothing was uploaded")
         return Publication(url, None, list(files))
@@ -121,22 +120,14 @@ def publish(
     return Publication(url, commit.oid, list(files))
 
 
-def _refuse_unfit(directory: Path, new: Mapping[str, str] = MappingProxyType({})) -> None:
-    if problems := find_problems(directory, new):
-        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
-
-
-def _show(console: Console, directory: Path, repo_id: str, sizes: dict[str, int], license: str) -> None:
-    """Print which files are uploaded or left out."""
+def _table(title: str, sizes: dict[str, int], license: str) -> Table:
+    table = Table("file", "kind", "size", title=Text(title))
     kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}"}
-    table = Table("file", "kind", "size", title=Text(f"{directory} to {repo_id}"))
     for name, size in sizes.items():
         kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
         table.add_row(Text(name, overflow="fold"), kind, decimal(size))
     table.caption = f"{len(sizes)} files, {decimal(sum(sizes.values()))}"
-    console.print(table)
-    if left_out := [path.relative_to(directory).as_posix() for path in files_to_upload(directory)[1]]:
-        console.print(f"left out: {', '.join(left_out)}", markup=False)
+    return table
 
 
 @contextmanager
