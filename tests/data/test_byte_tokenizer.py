@@ -8,9 +8,6 @@ from transformers import AutoTokenizer
 from aft_hf import build_byte_tokenizer
 
 
-TEXTS = ["", "  two  spaces ", "Grüße\r\n", "日本語 \U0001f389", "foo's <s> \u2028 \x00\x7f", "\u017f\u0301"]
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_byte_tokenizer()
@@ -37,8 +34,7 @@ def test_every_byte_has_its_own_id_and_special_tokens_follow_in_a_fixed_order(to
 def test_autotokenizer_loads_it_from_what_was_saved(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    for text in TEXTS:
-        assert loaded(text).input_ids == list(text.encode())
-        assert loaded.decode(loaded(text).input_ids) == text
+    text = "  two  spaces Grüße\r\n 日本語 \U0001f389 foo's <s> \u2028 \x00\x7f \u017f\u0301"
+    assert loaded(text).input_ids == list(text.encode()) and loaded.decode(loaded(text).input_ids) == text
     assert (loaded.eos_token_id, loaded.pad_token_id) == (256, 257)
     assert loaded(["abc", "a"], padding=True).input_ids == [[97, 98, 99], [97, 257, 257]]

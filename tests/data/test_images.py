@@ -1,12 +1,14 @@
-"""Preprocessing of labelled images: pixel values, class numbers, and augmentation."""
+"""Preprocessing of labelled images: pixel values, image size, class numbers, and augmentation."""
 
 import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from aft_hf.data.image_size import resized_processor
 from aft_hf.data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 
 
@@ -112,3 +114,32 @@ def test_shift_moves_each_image_by_up_to_a_sixteenth_and_repeats_its_edges():
         shown = build_augmentation("shift", (height, 16))(images)
         offsets = {next(at for at in moved if torch.equal(image, moved[at])) for image in shown}
         assert len(offsets) > 2 * len(tops)
+
+
+def pixels_of(processor):
+    return processor(picture(size=(60, 40)), return_tensors="pt")["pixel_values"][0]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [({"height": 256, "width": 256}, {"height": 438, "width": 438}), ({"shortest_edge": 256}, {"shortest_edge": 438})],
+)
+def test_the_margin_that_a_centre_crop_cuts_off_keeps_its_share(size, expected):
+    processor = DeiTImageProcessorPil(size=size, crop_size={"height": 224, "width": 224})
+    larger = resized_processor(processor, (384, 384))
+    assert dict(larger.size) == expected
+    assert dict(larger.crop_size) == {"height": 384, "width": 384}
+    for height, width in ((32, 48), (48, 32)):
+        longer = resized_processor(processor, (height, width))
+        assert set(dict(longer.size).values()) == {54}  # 256 / 224 of the longer side, so no pixel is padding
+        assert pixels_of(longer).shape == (3, height, width)
+
+
+def test_the_processor_that_was_given_stays_as_it_is_and_its_own_size_changes_nothing():
+    processor = DeiTImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 16, "width": 16})
+    before = pixels_of(processor)
+    resized_processor(processor, (32, 32))
+    assert (pixels_of(processor) == before).all()
+    assert (pixels_of(resized_processor(processor, (16, 16))) == before).all()
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    assert pixels_of(resized_processor(processor, (6, 10))).shape == (3, 6, 10)

@@ -12,7 +12,7 @@ from datasets import Audio, ClassLabel, Dataset, DatasetDict, Features, List, Va
 from datasets import Image as ImageFeature
 from hypothesis import given
 from hypothesis import strategies as st
-from image_contents import picture, write_rows
+from image_contents import encoded, picture, write_rows
 from PIL import Image
 from pyarrow import parquet
 from transformers.testing_utils import CaptureLogger
@@ -150,6 +150,20 @@ def test_a_folder_of_splits_is_refused(folder, outer, split):
     with pytest.raises(ValueError, match=message):
         load_local(folder.parent / "ds")
     assert len(load_local(folder.parent / "ds" / outer / split)) == 4
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(3, [0, 3, 6]), (5, [0, 2, 4, 6, 8]), (256, list(range(10)))])
+@pytest.mark.parametrize("kind", ["files", "table"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_images_to_convert_with_are_read_evenly_in_rgb(tmp_path, kind, limit, expected, mode):
+    contents = [encoded("PNG", Image.new("RGB", (4, 4), (i, i, i)).convert(mode)) for i in range(10)]
+    if kind == "table":
+        write_rows(tmp_path / "a.parquet", contents)
+    else:
+        for i, content in enumerate(contents):
+            (tmp_path / f"{i}.png").write_bytes(content)
+    images = list(read_images(tmp_path, limit))
+    assert [image.getpixel((0, 0)) for image in images] == [(i, i, i) for i in expected]
 
 
 # Files of rows

@@ -1,14 +1,101 @@
-"""Texts of a dataset as one file."""
+"""Byte-level datasets: texts as one file, the windows of a file, the labels that count, and memory use."""
 
+import tracemalloc
 from datetime import date
+from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
 
-from aft_hf.data.text import join_texts
+from aft_hf.data.samples import SampleKey
+from aft_hf.data.text import Windows, join_texts, split_bytes, starts_character
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(i * 7 % 256 for i in range(100)))
+    return path
+
+
+def test_enwik8_is_split_as_usual_and_other_files_by_the_same_shares():
+    million = 10**6
+    assert split_bytes(100 * million) == {
+        "train": (0, 90 * million),
+        "validation": (90 * million, 95 * million),
+        "test": (95 * million, 100 * million),
+    }
+    assert split_bytes(1001) == {"train": (0, 900), "validation": (900, 950), "test": (950, 1001)}
+
+
+@given(st.integers(0, 90), st.integers(2, 100), st.integers(1, 40), st.data())
+def test_evaluated_windows_predict_each_byte_but_the_first_once_with_the_longest_context(
+    tmp_path_factory, start, length, seq_len, data
+):
+    file = tmp_path_factory.mktemp("windows") / "file"
+    content = bytes(i * 7 % 256 for i in range(start + length))
+    file.write_bytes(content + b"xx")
+    stride, span = data.draw(st.integers(1, seq_len)), (start, start + length)
+    windows, position = Windows(file, span, seq_len=seq_len, stride=stride), start
+    for i in range(len(windows)):
+        ids, labels = windows[i]["input_ids"], windows[i]["labels"]
+        assert ids.shape == labels.shape == (seq_len,)
+        for t in range(seq_len):
+            if labels[t] != -100:
+                position += 1
+                assert labels[t] == content[position]
+                context = min(t + 1, position - start)
+                assert context == position - start or context > seq_len - stride
+                assert bytes(ids[t + 1 - context : t + 1].tolist()) == content[position - context : position]
+    assert position == span[1] - 1
+
+
+@pytest.mark.parametrize("size", (17, 18, 32, 33, 49))
+def test_training_windows_of_a_file_of_any_size_are_full_and_reach_its_first_and_last_bytes(tmp_path, size):
+    content = bytes(range(size))
+    (tmp_path / "file").write_bytes(content)
+    windows, reached = Windows(tmp_path / "file", seq_len=16, seed=3), set()
+    for epoch in range(100):
+        for i in range(len(windows)):
+            window = windows[SampleKey(epoch, i)]
+            assert torch.equal(window["labels"], window["input_ids"] + 1)
+            reached |= {int(window["input_ids"][0]), int(window["labels"][-1])}
+    assert min(reached) == 0 and size - 16 <= max(reached) < size  # no window would fit behind the last one
+
+
+def test_characters_of_utf8_are_counted_by_their_first_bytes():
+    text = "naïve文字 🙂"
+    assert starts_character(torch.tensor(list(text.encode()))).sum() == len(text) < len(text.encode())
+
+
+def test_too_few_bytes_and_strides_that_leave_some_out_are_errors(file):
+    with pytest.raises(ValueError, match="1 bytes are too few"):
+        Windows(file, (5, 6), seq_len=16)
+    with pytest.raises(ValueError, match="16 bytes are too few for windows of seq_len=16"):
+        Windows(file, (0, 16), seq_len=16, seed=0)
+    for stride in (0, 17):
+        with pytest.raises(ValueError, match=rf"must be in 1 \.\. 16, got {stride}"):
+            Windows(file, seq_len=16, stride=stride)
+
+
+def test_little_of_two_gigabytes_is_in_memory_at_a_time(tmp_path):
+    size, length = 2**31, 2**14
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(size)  # a sparse file: it takes no disk space and reads as zeros
+    windows = Windows(tmp_path / "large", seq_len=length)
+    assert len(windows) == size // length
+    tracemalloc.start()
+    for i in range(0, len(windows), len(windows) // 8):
+        windows[i]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2**20
 
 
 def test_a_line_break_is_between_all_texts_of_a_file_which_is_written_again_when_they_change():
