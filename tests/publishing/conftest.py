@@ -46,3 +46,9 @@ def carded(saved, tmp_path_factory):
         shutil.copytree(saved / task, root / task)
         write_card(root / task, repo_id="me/tiny")
     return root
+
+
+@pytest.fixture
+def prepared(carded, tmp_path):
+    """A copy of the saved image model with its card."""
+    return Path(shutil.copytree(carded / "image", tmp_path / "tiny"))

@@ -11,7 +11,7 @@ import tiny
 from hub import metadata_errors
 from huggingface_hub import ModelCard
 from PIL import Image
-from processes import environment, run
+from tiny import environment, run
 
 from aft_hf import AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.conversion import ConversionReport

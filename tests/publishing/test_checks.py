@@ -18,11 +18,6 @@ from aft_hf.publishing.folder import files_to_upload
 TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
 
 
-@pytest.fixture
-def directory(carded, tmp_path):
-    return Path(shutil.copytree(carded / "image", tmp_path / "tiny"))
-
-
 def change_json(path, **values):
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({key: value for key, value in (content | values).items() if value is not None}))
@@ -59,9 +54,9 @@ def test_a_saved_model_a_backbone_and_a_model_in_shards_have_no_problems(carded,
         ("preprocessor_config.json", {"image_processor_type": "No"}, "cannot be loaded by AutoImageProcessor"),
     ],
 )
-def test_a_wrong_configuration_is_told(directory, file, change, told):
-    change_json(directory / file, **change)
-    assert any(told in problem for problem in find_problems(directory)), find_problems(directory)
+def test_a_wrong_configuration_is_told(prepared, file, change, told):
+    change_json(prepared / file, **change)
+    assert any(told in problem for problem in find_problems(prepared)), find_problems(prepared)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +69,9 @@ def test_a_wrong_configuration_is_told(directory, file, change, told):
         ("README.md", "README.md: is missing"),
     ],
 )
-def test_a_file_that_is_missing_is_told(directory, file, told):
-    (directory / file).unlink()
-    assert told in only_problem(directory)
+def test_a_file_that_is_missing_is_told(prepared, file, told):
+    (prepared / file).unlink()
+    assert told in only_problem(prepared)
 
 
 def change_tensors(change, **metadata):
@@ -99,9 +94,9 @@ def change_tensors(change, **metadata):
     ],
     ids=["code", "cut", "missing", "NaN", "a key in the metadata of weights"],
 )
-def test_code_and_weights_that_are_not_those_that_were_checked_are_told(directory, name, damage, told):
-    damage(directory / name)
-    assert told in only_problem(directory)
+def test_code_and_weights_that_are_not_those_that_were_checked_are_told(prepared, name, damage, told):
+    damage(prepared / name)
+    assert told in only_problem(prepared)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):
@@ -118,9 +113,9 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_a_pickle_is_told_by_name_and_by_content(directory, name):
-    PICKLES[name]({}, directory / name)
-    assert only_problem(directory).startswith(f"{name}: is a pickle")
+def test_a_pickle_is_told_by_name_and_by_content(prepared, name):
+    PICKLES[name]({}, prepared / name)
+    assert only_problem(prepared).startswith(f"{name}: is a pickle")
 
 
 @pytest.mark.parametrize(
@@ -135,32 +130,30 @@ def test_a_pickle_is_told_by_name_and_by_content(directory, name):
         "wandb_api_key: " + "0123456789abcdef" * 2 + "01234567",
     ],
 )
-def test_a_key_is_told_with_its_line_but_not_repeated(directory, secret):
-    (directory / "notes.md").write_text(f"one\ntwo\n{secret}\n")
-    told = only_problem(directory)
+def test_a_key_is_told_with_its_line_but_not_repeated(prepared, secret):
+    (prepared / "notes.md").write_text(f"one\ntwo\n{secret}\n")
+    told = only_problem(prepared)
     assert told.startswith("notes.md: holds a") and "line 3" in told and secret not in told
 
 
-def test_what_training_leaves_behind_stays_at_home(directory):
+def test_what_training_leaves_behind_stays_at_home(prepared):
     beside = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ".DS_Store", "runs/events"]
     beside += ["checkpoint-10/optimizer.pt", "checkpoints/step-000000010/state.bin", ".git/config"]
     for name in beside:
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(pickle.dumps(TOKEN))
-    (directory / "notes.md").write_text(
-        "hf_hub_download and task-specific-fine-tuned-models-are-here, https://a.b/c@d"
-    )
-    kept, left_out = files_to_upload(directory)
-    assert find_problems(directory) == []  # what only looks like a key is let through
+        (prepared / name).parent.mkdir(parents=True, exist_ok=True)
+        (prepared / name).write_bytes(pickle.dumps(TOKEN))
+    (prepared / "notes.md").write_text("hf_hub_download and task-specific-fine-tuned-models-are-here, https://a.b/c@d")
+    kept, left_out = files_to_upload(prepared)
+    assert find_problems(prepared) == []  # what only looks like a key is let through
     assert {"config.json", "model.safetensors", "README.md", "notes.md"} <= kept.keys()
     assert set(left_out) == {name.split("/")[0] for name in beside}
 
 
-def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(directory):
-    (directory / "model.pt").write_bytes(pickle.dumps({}))
-    (directory / "notes.md").write_text(TOKEN)
+def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(prepared):
+    (prepared / "model.pt").write_bytes(pickle.dumps({}))
+    (prepared / "notes.md").write_text(TOKEN)
     with pytest.raises(PublishError, match=r"model\.pt: is a pickle.*notes\.md: holds a Hugging Face token"):
-        publish(directory, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
+        publish(prepared, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
 
 
 def test_adapters_and_missing_directories_are_told(tmp_path):

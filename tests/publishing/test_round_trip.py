@@ -1,26 +1,17 @@
-"""The code is saved with the weights: a saved model loads, runs and can be saved again without aft_hf."""
+"""Saved models load and run: without aft_hf, since the code is saved with the weights, and from earlier versions."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from processes import HERE, environment, run
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-)
+from tiny import HERE, environment, run
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
 
-from aft_hf import (
-    AFTConfig,
-    AFTForCausalLM,
-    AFTForImageClassification,
-    AFTModel,
-)
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTModel
 from aft_hf.publishing.checks import CODE
 
 
@@ -82,3 +73,24 @@ def test_a_reference_to_another_repository_does_not_survive_saving(tmp_path):
         "AutoModelForTokenClassification": "modeling_aft.AFTForTokenClassification",
         "AutoTokenizer": "mine.Tokenizer",
     }
+
+
+ARCHIVES = sorted((HERE / "fixtures").glob("*.tar.xz"))
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda archive: archive.name)
+@torch.no_grad()
+def test_an_old_checkpoint_gives_its_recorded_logits_with_the_code_of_today(archive, tmp_path):
+    """An archive holds what `tiny.save` wrote, without the code, and the values of `tiny.expected_of`."""
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    expected, task = load_file(tmp_path / "expected.safetensors"), archive.name.partition("-")[0]
+    model = HEADS[task].from_pretrained(tmp_path).eval()
+    logits = model(expected["inputs"]).logits
+    if task == "text":
+        limit = expected["generated"].shape[1]
+        generated = model.generate(expected["inputs"], max_length=limit, do_sample=False)
+        assert torch.equal(generated, expected["generated"])
+    assert type(model) is CLASSES[task]
+    # The logits were recorded in float32 on another processor.
+    largest = expected["logits"].abs().max().item()
+    torch.testing.assert_close(logits, expected["logits"], atol=1e-5 * largest, rtol=0)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -11,11 +10,6 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from rich.console import Console
 
 from aft_hf.publishing import PublishError, publish, upload
-
-
-@pytest.fixture
-def prepared(carded, tmp_path):
-    return Path(shutil.copytree(carded / "image", tmp_path / "tiny"))
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
-"""Tiny models to publish, and their expected outputs."""
+"""Tiny models to publish, their expected outputs, and Python in other processes with separate caches."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +14,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 
 
+HERE = Path(__file__).parent
 TEXT_TYPES = ("full", "local", "simple", "conv", "alibi")
 IMAGE_TYPES = ("full", "local", "simple", "conv")
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num_heads": 2, "position_bias_dim": 4}
@@ -76,3 +80,16 @@ def write_all_cases(directory: Path) -> Path:
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
     return path
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the environment variables of a process with separate caches, which is offline."""
+    variables = {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return os.environ | variables | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*arguments, env: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run Python, and show its output if it fails."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

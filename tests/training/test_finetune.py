@@ -68,13 +68,6 @@ def vit(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def language_model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("language model")
-    AFTForCausalLM(AFTConfig(aft_type="simple", hidden_size=16, num_hidden_layers=1)).save_pretrained(directory)
-    return directory
-
-
 def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) -> Path:
     torch.manual_seed(0)
     AFTForImageClassification(AFTConfig(**{**IMAGE_MODEL, **options})).save_pretrained(directory)
@@ -319,9 +312,10 @@ def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
         start(classifier, tmp_path, *(option.format(images=images) for option in options))
 
 
-def test_a_language_model_is_refused_with_the_command_that_trains_it(language_model, images, tmp_path):
+def test_a_language_model_is_refused_with_the_command_that_trains_it(images, tmp_path):
+    AFTForCausalLM(AFTConfig(aft_type="simple", hidden_size=16, num_hidden_layers=1)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is no image classifier; .* model.pretrained of a recipe to aft-hf train"):
-        start(language_model, tmp_path, "--do_train", "--train", images)
+        start(tmp_path, tmp_path / "out", "--do_train", "--train", images)
 
 
 def test_errors_of_options_are_short(tmp_path, run_command):

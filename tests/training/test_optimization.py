@@ -1,15 +1,11 @@
-"""Parameter groups of the optimizer, and the average of the weights that it keeps."""
-
-from copy import deepcopy
+"""Parameter groups of the optimizer."""
 
 import pytest
 import torch
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.training import build_optimizer
-from aft_hf.training.optimization import averaged, keep_average
 
 
 def small_model(**options) -> AFTForCausalLM:
@@ -50,28 +46,3 @@ def test_only_linear_weights_decay_and_no_embeddings_though_a_head_may_share_the
     groups = build_optimizer(model, 0.1, weight_decay=0.5).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     assert {name for name, parameter in model.named_parameters() if id(parameter) in decayed} == linear
-
-
-def optimizer_with_average(decay: float = 0.75) -> tuple[nn.Parameter, torch.optim.AdamW]:
-    weight = nn.Parameter(torch.tensor([1.0]))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
-    keep_average(optimizer, decay)
-    return weight, optimizer
-
-
-def test_the_average_is_exponential_in_place_only_within_its_context_and_saved_with_the_state():
-    (weight, optimizer), (copy, loaded) = optimizer_with_average(), optimizer_with_average()
-    with averaged(optimizer, nn.ParameterList([weight])):
-        assert weight.item() == 1.0  # there is no average yet
-    values = []
-    for _ in range(3):
-        weight.grad = torch.tensor([1.0])
-        optimizer.step()
-        values.append(weight.item())
-    copy.data.copy_(weight.data)
-    loaded.load_state_dict(deepcopy(optimizer.state_dict()))
-    expected = 0.75**2 * values[0] + 0.75 * 0.25 * values[1] + 0.25 * values[2]
-    for kept, parameter in ((optimizer, weight), (loaded, copy)):
-        with averaged(kept, nn.ParameterList([parameter])):
-            assert parameter.item() == pytest.approx(expected) != pytest.approx(values[2])
-        assert parameter.item() == values[2]
