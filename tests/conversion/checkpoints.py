@@ -3,6 +3,7 @@
 import json
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     DeiTConfig,
@@ -118,14 +119,23 @@ def save_pth(path, **options):
     return tensors
 
 
-def save_timm(path, architecture="vit_small_patch8_32", **config):
-    """Save a config.json of timm, without weights."""
+def save_timm(path, flat=False, pretrained=None, **config):
+    """Save a directory of timm, and return its path.
+
+    In the layout of older versions, the entries of `pretrained_cfg` are at top level, and the weights in a pickle.
+    """
+    images = {"input_size": [3, 32, 32], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.8}
+    images |= {"interpolation": "bilinear"} | (pretrained or {})
+    content = {"architecture": "vit_small_patch8_32", "num_classes": CLASSES, "num_features": WIDTH}
+    content |= {"global_pool": "token", "model_args": {"num_heads": HEADS}}
+    content |= images if flat else {"pretrained_cfg": images}
     path.mkdir()
-    pretrained = {"input_size": [3, 32, 32], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.8}
-    pretrained |= {"interpolation": "bilinear"}
-    content = {"architecture": architecture, "num_classes": CLASSES, "num_features": WIDTH, "global_pool": "token"}
-    content |= {"model_args": {"num_heads": HEADS}, "pretrained_cfg": pretrained}
     (path / "config.json").write_text(json.dumps(content | config))
+    if flat:
+        torch.save(timm_tensors(), path / "pytorch_model.bin")
+    else:
+        save_file(timm_tensors(), path / "model.safetensors")
+    return path
 
 
 def timm_block(tensors, i, x, num_heads=HEADS):

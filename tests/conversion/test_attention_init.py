@@ -9,11 +9,7 @@ from checkpoints import HEADS, TIMM, WIDTH, save_pth
 from aft_hf import convert_deit
 from aft_hf.analysis.maps import relative_attention
 from aft_hf.conversion import read_source
-from aft_hf.conversion.attention import (
-    LARGEST_BIAS,
-    conv_bias,
-    head_weights,
-)
+from aft_hf.conversion.attention import LARGEST_BIAS, conv_bias, head_weights
 from aft_hf.conversion.deit import POSITION_BIAS_MULTIPLIER
 
 
@@ -82,16 +78,6 @@ def test_a_kernel_larger_than_the_grid_is_centred_over_the_offsets_of_the_grid()
 # ------------------------------------------------------------------------------------------- the converted layers
 
 
-def implied_attention(mixer, grid_size):
-    """Return the normalized weights of an AFT layer with equal keys (Eq. 2 with K = 0)."""
-    return mixer.position_bias(None, grid_size).softmax(-1).detach()
-
-
-def divergence(p, q):
-    """Return the mean of KL(p | q) over rows, in nats."""
-    return float((p * (p / q).log()).sum(-1).mean())
-
-
 @pytest.mark.parametrize("num_heads", [3, 4, 1])
 def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
     model, report = convert_deit(deit, kernel_size=5, num_heads=num_heads, init="attention", images=pixels, **TIMM)
@@ -103,8 +89,6 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
         torch.testing.assert_close(layer.mixer.kernel_bias(), expected, atol=1e-5, rtol=1e-5)
         kernel = layer.mixer.kernel * POSITION_BIAS_MULTIPLIER
         torch.testing.assert_close(kernel, expected, atol=1e-5, rtol=1e-5)
-        uniform = torch.full_like(attention, 1 / 16)
-        assert divergence(attention, implied_attention(layer.mixer, GRID)) < divergence(attention, uniform)
     fitted = {record.target for record in report.with_status("fitted")}
     names = ("kernel", "kernel_scale", "kernel_shift", "k_proj.weight", "k_proj.bias")
     assert fitted == {f"aft.layers.{i}.mixer.{name}" for i in (0, 1) for name in names}
@@ -134,20 +118,6 @@ def test_the_keys_of_conv_are_the_scores_of_the_mean_query(deit, pixels, num_hea
         torch.testing.assert_close(
             found - found.mean(1, keepdim=True), expected - expected.mean(1, keepdim=True), atol=1e-5, rtol=1e-5
         )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"aft_type": "full"}, "there are none"),
-        ({"init": "paper"}, "attention"),
-        ({"init": "magic"}, "init must be one of"),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused(deit, pixels, options, message):
-    options = {"kernel_size": 3, "num_heads": 4, "init": "attention", "images": pixels} | options
-    with pytest.raises(ValueError, match=message):
-        convert_deit(deit, **options, **TIMM)
 
 
 def test_a_head_that_looks_at_one_patch_alone_keeps_its_peak():

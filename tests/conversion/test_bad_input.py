@@ -1,7 +1,6 @@
 """Tests of input that cannot be converted: a one-line error, a non-zero exit code, and no files written."""
 
 import json
-import os
 import pickle
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, save_converted, verify_conversion
+from tests.training.runs import Payload
 
 
 def assert_refused(source, tmp_path, message, **options):
@@ -69,6 +69,7 @@ def lose_a_shard(path):
 
 
 LAYER = "vit.encoder.layer"
+PIXELS = torch.zeros(2, 3, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +104,6 @@ def test_a_damaged_checkpoint_is_refused(vit, tmp_path, damage, message):
 # ---------------------------------------------------------------------------------------------------- bare files, timm
 
 
-class Code:
-    """An object whose pickle runs code when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -124,7 +115,7 @@ class Code:
 )
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
 def test_code_in_a_pickle_does_not_run(tmp_path, convert, wrap, save):
-    save(wrap(Code(tmp_path / "it-ran")), tmp_path / "deit.pth")
+    save(wrap(Payload(tmp_path / "it-ran")), tmp_path / "deit.pth")
     code, line = convert(tmp_path / "deit.pth", tmp_path / "aft")
     assert code == 1 and "can run code" in line
     assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
@@ -139,7 +130,7 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
     for content in (b"hello world\n", b"", b"{}"):
         path.write_bytes(content)
         assert_refused(path, tmp_path, "neither a safetensors file nor a checkpoint of PyTorch")
-    for content in ([torch.zeros(2)], {"model": 3}, {"epoch": 1}):
+    for content in ([torch.zeros(2)], {"model": 3}, {"epoch": 1}, torch.nn.Linear(2, 2)):
         torch.save(content, path)
         assert_refused(path, tmp_path, "no state dict")
     np.savez(tmp_path / "vit.npz", cls_token=np.zeros(3))
@@ -254,6 +245,9 @@ def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_outpu
         ({"aft_type": "alibi"}, "alibi"),
         ({"num_labels": 3}, "has a classifier; leave out num_labels"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
+        ({"init": "attention", "images": [PIXELS], "aft_type": "full"}, "there are none"),
+        ({"init": "paper", "images": [PIXELS]}, "attention"),
+        ({"init": "magic"}, "init must be one of"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):

@@ -29,24 +29,6 @@ from aft_hf.loading import load
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
-def timm(path, flat=False, pretrained=None, **config):
-    """Save a directory of timm; in the layout of older versions, the entries of `pretrained_cfg` are at top level.
-
-    Their weights are in a pickle.
-    """
-    save_timm(path)
-    content = json.loads((path / "config.json").read_text())
-    content["pretrained_cfg"] |= pretrained or {}
-    if flat:
-        content |= content.pop("pretrained_cfg")
-    (path / "config.json").write_text(json.dumps(content | config))
-    if flat:
-        torch.save(timm_tensors(), path / "pytorch_model.bin")
-    else:
-        save_file(timm_tensors(), path / "model.safetensors")
-    return path
-
-
 def refusal(path):
     with pytest.raises(ConversionError) as error:
         convert_deit(path, **OPTIONS)
@@ -60,12 +42,12 @@ def refusal(path):
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("names", [["a", "b", "c"], {"2": "c", "0": "a"}])
 def test_labels_and_images_are_read_in_the_layout_of_every_version(tmp_path, flat, names):
-    path = timm(tmp_path / "timm", flat, {"label_names": names, "mean": [0.5] * 3}, label_descriptions={"a": "cat"})
-    source = read_source(path)
+    labels = {"label_names": names, "mean": [0.5] * 3}
+    source = read_source(save_timm(tmp_path / "timm", flat, labels, label_descriptions={"a": "cat"}))
     assert source.config.id2label == {0: "cat", 1: "b" if "b" in names else "LABEL_1", 2: "c"}
     assert list(source.image_processor.image_mean) == [0.5] * 3
     assert source.image_processor.size == {"shortest_edge": 40}
-    others = timm(tmp_path / "others", flat, {"label_names": ["a"]})  # names of other classes
+    others = save_timm(tmp_path / "others", flat, {"label_names": ["a"]})  # names of other classes
     assert read_source(others).config.id2label == {i: f"LABEL_{i}" for i in range(CLASSES)}
 
 
@@ -74,7 +56,7 @@ def test_null_means_the_default_of_timm_everywhere(tmp_path, flat):
     nulls = dict.fromkeys(("crop_pct", "crop_mode", "interpolation", "mean", "std", "input_size", "label_names"))
     arguments = {"num_heads": None, "img_size": None, "act_layer": None}
     source = read_source(
-        timm(tmp_path / "timm", flat, nulls, model_args=arguments, model_type=None), source_num_heads=3
+        save_timm(tmp_path / "timm", flat, nulls, model_args=arguments, model_type=None), source_num_heads=3
     )
     processor = source.image_processor
     assert not source.own_image_processor and source.config.image_size == 32
@@ -85,8 +67,8 @@ def test_null_means_the_default_of_timm_everywhere(tmp_path, flat):
 @pytest.mark.parametrize("place", [{"model_args": {"global_pool": "avg"}}, {"pretrained": {"global_pool": "avg"}}, {}])
 def test_pooling_over_patches_is_refused_unless_timm_is_told_otherwise(tmp_path, place):
     beside = {"global_pool": None if place else "avg"}
-    assert "pools by 'avg'" in refusal(timm(tmp_path / "timm", **place, **beside))
-    told = timm(tmp_path / "token", model_args={"global_pool": "token", "num_heads": 3}, global_pool="avg")
+    assert "pools by 'avg'" in refusal(save_timm(tmp_path / "timm", **place, **beside))
+    told = save_timm(tmp_path / "token", model_args={"global_pool": "token", "num_heads": 3}, global_pool="avg")
     assert read_source(told).heads == ("classifier",)
 
 
@@ -104,7 +86,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, key, value):
-    message = refusal(timm(tmp_path / "timm", False, {key: value}))
+    message = refusal(save_timm(tmp_path / "timm", False, {key: value}))
     assert key in message and re.search("must|should|is missing", message) and "config.json" in message
 
 
@@ -113,7 +95,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, key, value):
 
 def save_headless(path, kind):
     if kind == "timm":
-        timm(path, num_classes=0)
+        save_timm(path, num_classes=0)
         save_file(timm_tensors(head=False), path / "model.safetensors")
     else:
         randomize(ViTModel(ViTConfig(**SIZES, id2label={0: "cat", 1: "dog", 2: "owl"}))).save_pretrained(path)
@@ -180,7 +162,7 @@ def test_an_image_processor_in_processor_config_replaces_the_other_as_in_transfo
 
 @pytest.mark.parametrize("kind", ["timm", "transformers"])
 def test_a_weight_file_is_read_without_the_config_beside_it_only_if_that_is_of_no_model(tmp_path, kind):
-    timm(tmp_path / "source") if kind == "timm" else save_vit(tmp_path / "source")
+    save_timm(tmp_path / "source") if kind == "timm" else save_vit(tmp_path / "source")
     assert "give the directory" in refusal(tmp_path / "source" / "model.safetensors")
     if kind == "timm":
         (tmp_path / "source" / "config.json").write_text('{"lr": 0.1, "architecture": null}')

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from checkpoints import (
     CLASSES,
     OPTIONS,
     TIMM,
-    WIDTH,
     assert_copied,
     assert_read,
     copies,
@@ -20,7 +20,6 @@ from checkpoints import (
     save_pth,
     save_timm,
     save_vit,
-    timm_block,
     timm_logits,
     timm_tensors,
 )
@@ -73,7 +72,8 @@ def test_a_vit_gives_its_values_outputs_mlps_norms_and_classifier(vit, save):
 
 
 # How tensors of timm can be saved.
-BESIDE = {"epoch": 3, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=1e-3)}
+BESIDE = {"epoch": 3, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=1e-3, out=Path("out"), sizes=(1, 2))}
+BESIDE |= {"array": (np.arange(3), 3), "nested": {"nested": [argparse.Namespace(lr=1e-3), np.int64(3)]}}
 OF_TIMM = {
     "original": lambda tensors, path: torch.save({"model": tensors}, path),
     "flat": torch.save,
@@ -114,16 +114,11 @@ def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was
 
 @pytest.mark.parametrize("names", ["ls{}.gamma", "gamma_{}"])
 def test_layer_scales_are_folded_into_the_last_module_of_their_branch(tmp_path, names):
-    tensors = save_pth(tmp_path / "deit3.pth", layer_scale=names, position_of_cls=False)
+    save_pth(tmp_path / "deit3.pth", layer_scale=names, position_of_cls=False)
     model, report = convert_deit(tmp_path / "deit3.pth", **OPTIONS, **TIMM)
-    teacher, x = read_source(tmp_path / "deit3.pth", **TIMM).to_transformers(), torch.randn(2, 17, WIDTH)
-    assert_copied(model, copies(teacher))
+    assert_copied(model, copies(read_source(tmp_path / "deit3.pth", **TIMM).to_transformers()))
     folded = {record.sources[1] for record in report.with_status("copied") if len(record.sources) > 1}
     assert folded == {f"blocks.{i}.{names.format(j)}" for i in (0, 1) for j in (1, 2)}
-    # A block computes the same, up to the product of weights and scales, which is rounded once to float32.
-    for i in (0, 1):
-        expected = timm_block({name: each.double() for name, each in tensors.items()}, i, x.double())
-        torch.testing.assert_close(teacher.double().vit.layers[i](x.double()), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_mixed_dtypes_become_the_smallest_that_holds_all(tmp_path):
@@ -179,9 +174,7 @@ def test_the_model_of_transformers_computes_what_timm_computes(tmp_path, options
 
 
 def test_the_image_processor_of_timm_does_what_its_transform_does(tmp_path):
-    save_timm(tmp_path / "timm")
-    save_file(timm_tensors(), tmp_path / "timm" / "model.safetensors")
-    processor = read_source(tmp_path / "timm").image_processor
+    processor = read_source(save_timm(tmp_path / "timm")).image_processor
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 77, 3), dtype=np.uint8))
     # Resize the shorter side to 32 / 0.8 = 40, bilinear, and crop the central 32 x 32.
     resized = image.resize((int(40 * 77 / 50), 40), Image.Resampling.BILINEAR)

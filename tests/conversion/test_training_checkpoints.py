@@ -1,17 +1,13 @@
-"""Tests of reading the weights in the files of training tools: names of wrappers, averaged weights, objects beside."""
+"""Tests of reading the weights in the files of training tools: names of wrappers, and averaged weights."""
 
-import argparse
 import json
-import pathlib
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import OPTIONS, TIMM, assert_read, save_vit, timm_tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, read_source
@@ -172,33 +168,3 @@ def test_averaged_weights_are_taken_wherever_they_are(tmp_path, content, part):
 def test_of_several_models_none_is_taken_silently(tmp_path, content, names):
     torch.save(content(timm_tensors(), timm_tensors()), tmp_path / "checkpoint.pth")
     assert f"holds 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")
-
-
-# ------------------------------------------------------------------------------------------------- objects and formats
-
-
-class Settings:
-    """An object of a training script, of a class that the reader does not have."""
-
-    def __init__(self):
-        self.lr = 1e-3
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
-        argparse.Namespace(lr=1e-3, out=pathlib.Path("out"), sizes=(1, 2)),
-        np.arange(3),
-        {"nested": [Settings(), np.int64(3)]},
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_objects_beside_the_weights_are_ignored(tmp_path, beside):
-    torch.save({"state_dict": timm_tensors(), "args": beside, "extra": (beside, 3)}, tmp_path / "last.pth.tar")
-    tensors = torch.load(tmp_path / "last.pth.tar", weights_only=False)["state_dict"]
-    assert_read(tmp_path / "last.pth.tar", tensors)
-
-
-def test_a_whole_model_in_a_pickle_is_told_from_its_state_dict(tmp_path):
-    torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
-    assert "holds no state dict of a ViT or DeiT" in refusal(tmp_path / "model.pth")

@@ -42,6 +42,9 @@ def test_overrides_reach_into_sections_and_come_after_smoke(recipe):
     assert (small.data.seq_len, small.data.train, small.steps, small.epochs) == (16, "a b", 5, None)
     plain = load_recipe(recipe)
     assert (plain.data.seq_len, plain.steps, plain.epochs) == (1024, None, 2)
+    recipe.write_text(MINIMAL.partition("smoke:")[0])
+    with pytest.raises(ValueError, match="needs a section `smoke`"):
+        load_recipe(recipe, smoke=True)
 
 
 def test_one_of_two_alternatives_replaces_the_other(recipe):
@@ -105,13 +108,6 @@ def test_the_output_goes_by_the_name_of_the_file_where_the_recipe_or_its_section
     assert load_recipe(path, ["output_dir=here"], smoke=True).output_dir == "here"
     path.write_text(path.read_text().replace("smoke:", "smoke:\n  output_dir: small"))
     assert load_recipe(path, smoke=True).output_dir == "small"
-
-
-def test_smoke_needs_a_section_for_it(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(MINIMAL.partition("smoke:")[0])
-    with pytest.raises(ValueError, match="needs a section `smoke`"):
-        load_recipe(path, smoke=True)
 
 
 @pytest.mark.parametrize(
