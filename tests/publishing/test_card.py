@@ -21,7 +21,7 @@ from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
 
 RESULTS = {
     "metrics": {
-        "validation": {"accuracy": 0.7312345, "loss": 1.0523},
+        "validation": {"accuracy": 0.7312345, "f1": 0.6543, "loss": 1.0523},
         "test": {"accuracy": 0.7098765},
         "train": {"loss": 0.1357},  # is no result
     },
@@ -154,7 +154,7 @@ def test_the_metadata_is_what_the_hub_wants(filled):
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "image-classification"
     assert metadata["license"] == "apache-2.0" and metadata["datasets"] == ["someone/pictures"]
     assert metadata["base_model"] == "someone/deit-tiny" and metadata["base_model_relation"] == "finetune"
-    assert metadata["metrics"] == ["accuracy", "loss"] and "aft-conv" in metadata["tags"]
+    assert metadata["metrics"] == ["accuracy", "f1", "loss"] and "aft-conv" in metadata["tags"]
     results = metadata["model-index"][0]["results"]
     values = {(each["dataset"]["split"], each["metrics"][0]["value"]) for each in results}
     assert ("test", 0.7098765) in values and ("validation", 0.7312345) in values

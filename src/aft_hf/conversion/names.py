@@ -20,7 +20,7 @@ POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.di
 PATCHES = "embeddings.patch_embeddings.projection.weight"
 
 # Names of timm, the original DeiT and DINOv2, and those of transformers in memory.
-TIMM = {
+TO_TRANSFORMERS = {
     r"^cls_token": "embeddings.cls_token",
     r"^dist_token": DISTILLATION_TOKEN,
     r"^pos_embed": POSITIONS,
@@ -43,8 +43,9 @@ LAYER = r"layers\.\d+\.(layernorm_(before|after)|attention\.[qkvo]_proj|mlp\.fc[
 KNOWN = rf"{LAYER}|embeddings\..*|layernorm\.(weight|bias)|\w*classifier\.(weight|bias)"
 OPTIONAL = r"pooler\.dense\.(weight|bias)|embeddings\.mask_token|decoder\..+"
 
-# Parts of names of transformers, and those of an AFT. The heads of a distilled DeiT become one.
-AFT = {
+# Parts of names of transformers, and those of an AFT. The heads of a distilled DeiT become one. q_proj and k_proj have
+# no counterpart: they are new, or fitted by `attention`.
+TO_AFT = {
     r"^(cls_|distillation_)?classifier\.": "classifier.",
     r"^(embeddings|layers|layernorm)\.": r"aft.\1.",
     r"\.patch_embeddings\.projection\.": ".patch_embeddings.",
@@ -61,9 +62,9 @@ class Part(NamedTuple):
 
 @cache
 def _renamings() -> list[WeightRenaming]:
-    """Return the renamings to the names of transformers in memory: those of its own files, and `TIMM`."""
+    """Return the renamings to the names of transformers in memory: those of its own files, and ours."""
     own = get_checkpoint_conversion_mapping("ViTModel")
-    more = [WeightRenaming(old, new) for old, new in TIMM.items()]
+    more = [WeightRenaming(old, new) for old, new in TO_TRANSFORMERS.items()]
     return [WeightRenaming(r"^(?:vit|deit|dinov2)\.", ""), *own, *more]
 
 
@@ -111,7 +112,7 @@ def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
     return Part((widen(part.tensor) * rows).to(part.tensor.dtype), (*part.sources, name))
 
 
-def renamed(name: str, table: Mapping[str, str] = AFT) -> str:
+def renamed(name: str, table: Mapping[str, str] = TO_AFT) -> str:
     """Replace parts of the name of a tensor; by default, a name in transformers by that in an AFT."""
     for old, new in table.items():
         name = re.sub(old, new, name)

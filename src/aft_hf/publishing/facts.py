@@ -19,7 +19,7 @@ from .folder import PublishError
 # Files of the training loop and of Trainer.
 RESULTS, TRAINER_RESULTS = "results.json", "all_results.json"
 
-# Endings of the names of results; all other numbers describe the training.
+# Endings of the names of results of Trainer; its other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
@@ -140,7 +140,7 @@ def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
     training: dict[str, Fact] = {}
     for name, value in flatten_dict(values).items():
         split, metric = _split_of(name.removeprefix("metrics."))
-        is_result = metric.endswith(METRICS) and not metric.startswith("train")
+        is_result = not metric.startswith("train") and (name.startswith("metrics.") or metric.endswith(METRICS))
         if is_result and _is_number(value) and (split is not None or metric != name):
             facts.results.append(Fact(metric, value, file, split))
         elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or (value and not isinstance(value, float))):

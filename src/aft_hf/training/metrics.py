@@ -1,6 +1,7 @@
 """Metrics as functions of the predictions and references of a whole data set.
 
-To add one, write a function here and call it in `Task.metrics` (training) or in `evaluation` (saved models).
+To add one, write a function here. For images, call it in `accuracy_and_loss`, which training and evaluation share, and
+in `fine_tuning`; for text in `tasks` (training) and in `evaluation` (saved models).
 """
 
 import math
