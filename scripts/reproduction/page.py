@@ -54,8 +54,8 @@ and begins no run after its hours; `--plan` lists what is left. The second write
 
 Numbers are those of the comparison that decides; all comparisons are below.
 
-| # | claim | paper | ours | effect (95 %) | verdict | controls |
-|---:|---|---:|---:|---:|---|---|
+| claim | paper | ours | effect (95 %) | verdict | controls |
+|---|---:|---:|---:|---|---|
 """
 COMPARISONS = "| comparison | paper | ours | effect (95 %) | verdict |\n|---|---:|---:|---:|---|\n"
 
@@ -95,8 +95,8 @@ def _row(claim: Claim, records: Records) -> str:
     deciding = next((x for x in own if x[1].verdict == verdict), own[0])
     controls = ", ".join(_verdict(found) for each, found in judged if each.control) or "-"
     mark = "" if all(found.confirmed for _, found in judged) else " †"
-    says = f"**{claim.says}** ({claim.where})"
-    return f"| {claim.number} | {says} | {_cells(*deciding)} | **{verdict}**{mark} | {controls} |\n"
+    says = f"{claim.number}. **{claim.says}** ({claim.where})"
+    return f"| {says} | {_cells(*deciding)} | **{verdict}**{mark} | {controls} |\n"
 
 
 def _fold(claim: Claim, records: Records, pictures: str) -> str:
@@ -107,7 +107,7 @@ def _fold(claim: Claim, records: Records, pictures: str) -> str:
         rows.append(f"| {name if each.judged else f'({name})'} | {_cells(each, found)} | {_verdict(found)} |\n")
     picture = f"\n![Claim {claim.number}]({pictures}/claim-{claim.number}.svg)\n" if _sides(claim, records) else ""
     note = f"{claim.note}\n\n" if claim.note else ""
-    start = f"\n<details markdown><summary>{claim.number}. {claim.says}</summary>\n\n"
+    start = f"\n<details markdown>\n<summary>{claim.number}. {claim.says}</summary>\n\n"
     return f"{start}{note}{COMPARISONS}{''.join(rows)}{picture}\n</details>\n"
 
 
@@ -130,8 +130,8 @@ def _effect(comparison: Comparison, found: Judgement) -> str:
     if found.verdict == NOT_RUN:
         return "-"
     effect = number(found.difference, "+")
-    spread = "" if math.isnan(found.low) or found.low == found.high else f" [{found.low:+.3f}, {found.high:+.3f}]"
-    margin = f", margin {comparison.margin:g}" if comparison.margin else ""
+    spread = "" if math.isnan(found.low) or found.low == found.high else f"<br>[{found.low:+.3f}, {found.high:+.3f}]"
+    margin = f"<br>margin {comparison.margin:g}" if comparison.margin else ""
     return effect + spread + margin
 
 
