@@ -91,8 +91,7 @@ def render(records: Records, pictures: str) -> str:
 def _row(claim: Claim, records: Records) -> str:
     judged = [(each, records.judge(each)) for each in claim.comparisons if each.judged]
     verdict = records.verdict(claim)
-    own = [(each, found) for each, found in judged if not each.control]
-    deciding = next((x for x in own if x[1].verdict == verdict), own[0])
+    deciding = next(x for x in judged if x[1].verdict == verdict)
     controls = ", ".join(_verdict(found) for each, found in judged if each.control) or "-"
     mark = "" if all(found.confirmed for _, found in judged) else " †"
     says = f"{claim.number}. **{claim.says}** ({claim.where})"
