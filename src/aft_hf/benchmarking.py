@@ -36,7 +36,7 @@ def benchmark_command(
     ] = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of the texts; may be repeated. Default: the limit, at most 1024."),
+        typer.Option(help="Tokens of the texts; may be repeated. Default: the model's maximum, up to 1024."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images or texts per call.")] = 8,
     training: Annotated[bool, typer.Option("--training", help="Training steps (AdamW), not inference.")] = False,

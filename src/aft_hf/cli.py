@@ -79,7 +79,7 @@ in_model, in_source, in_start, in_distillation = (
 def convert(
     context: typer.Context,
     source: Annotated[
-        str, typer.Argument(help="ViT or DeiT of transformers, timm or DeiT: directory, file or Hub id.")
+        str, typer.Argument(help="ViT or DeiT of transformers, timm or the original DeiT: directory, file or Hub id.")
     ],
     out: Annotated[Path, typer.Argument(help="Directory to write the converted AFT model to.")],
     aft_type: Annotated[
@@ -95,7 +95,7 @@ def convert(
         int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
     ] = POSITION_BIAS_DIM,
     position_bias_multiplier: Annotated[
-        float, in_model(help="Factor on position biases, so that they learn faster. The paper has 1.")
+        float, in_model(help="Factor on position biases, so that they train faster; 1 in the paper.")
     ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[
         str | None, in_model(help="224, or 224x384 for height x width. Default: that of the source.")
@@ -124,9 +124,12 @@ def convert(
     steps: Annotated[int | None, in_distillation(help="Budget in steps, in place of --minutes; reproducible.")] = None,
     batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
     learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
-    augmentation: Annotated[str, in_distillation(help="none, shift, or with flips crop or resized_crop.")] = "shift",
+    augmentation: Annotated[
+        str, in_distillation(help="none, shift, crop or resized_crop; both crops also flip.")
+    ] = "shift",
     augmentation_probability: Annotated[
-        float, in_distillation(help="Share of augmented images. 1 is for a source that was trained so.")
+        float,
+        in_distillation(help="Probability that an image is augmented. Give 1 if the source was trained with it."),
     ] = 0.5,
     seed: Annotated[
         int, in_start(min=0, max=2**32 - 1, metavar="<int>", help="Seed of new weights and of --distill.")
@@ -135,7 +138,8 @@ def convert(
         str | None, in_source(help="Image size of the source if its checkpoint does not contain it.")
     ] = None,
     source_num_heads: Annotated[
-        int | None, in_source(help="Attention heads of the source if unknown. Default: width / 64; 16 if huge.")
+        int | None,
+        in_source(help="Attention heads of the source if not in its checkpoint. Default: width / 64; 16 if huge."),
     ] = None,
     overwrite: Annotated[
         bool,

@@ -14,7 +14,7 @@ def publish_command(
     ],
     repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, name/model; created if it does not exist.")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Visibility if it is new. Default: the account's.")
+        bool | None, typer.Option("--private/--public", help="Visibility of a new repository. Default: the account's.")
     ] = None,
     license: Annotated[
         str | None, typer.Option(help="SPDX id of the license of the weights. Default: the card's, or apache-2.0.")

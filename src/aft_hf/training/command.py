@@ -55,21 +55,27 @@ def finetune_command(
     attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT: sdpa, eager ...")] = None,
     train: Annotated[str | None, in_data(help="Training data: a folder of images, or a parquet file.")] = None,
     validation: Annotated[str | None, in_data(help="Validation data, as for --train.")] = None,
-    validation_share: Annotated[float, in_data(min=0, max=0.99, help="Share to hold out. 0: none.")] = 0.05,
-    dataset_name: Annotated[str | None, in_data(help="Instead: a dataset of the Hub, or a local one.")] = None,
+    validation_share: Annotated[
+        float, in_data(min=0, max=0.99, help="Share of --train to hold out without --validation.")
+    ] = 0.05,
+    dataset_name: Annotated[
+        str | None, in_data(help="In place of --train: a dataset on the Hub, or a local one.")
+    ] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
     max_train_samples: Annotated[int | None, in_data(min=1, help="Train on the first images only.")] = None,
     max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate the first images only.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
-    augmentation: Annotated[str, in_data(help="Of images: none, shift, crop or resized_crop.")] = "none",
-    output_dir: Annotated[str | None, in_training(help="Output directory.")] = None,
+    augmentation: Annotated[str, in_data(help="none, shift, crop or resized_crop.")] = "none",
+    output_dir: Annotated[str | None, in_training(help="Output directory. Default: trainer_output.")] = None,
     do_train: Annotated[bool, in_training("--do-train", help="Train.")] = False,
     do_eval: Annotated[bool, in_training("--do-eval", help="Evaluate at the end.")] = False,
     num_train_epochs: Annotated[float | None, in_training(help="Length in epochs. Default: 3.")] = None,
     max_steps: Annotated[int | None, in_training(help="Length in steps, in place of epochs.")] = None,
     learning_rate: Annotated[float | None, in_training(help="Maximum learning rate. Default: 5e-5.")] = None,
-    per_device_train_batch_size: Annotated[int | None, in_training(help="Samples per step of a process.")] = None,
+    per_device_train_batch_size: Annotated[
+        int | None, in_training(help="Batch size of a process. Default: 8.")
+    ] = None,
     resume_from_checkpoint: Annotated[str | None, in_training(help="A checkpoint; true: the newest one.")] = None,
     position_bias_scale: Annotated[
         float, in_training(help="Factor on the learning rate of position biases; 1 after a conversion.")
@@ -100,17 +106,19 @@ of_images, of_text = (partial(typer.Option, rich_help_panel=name) for name in ("
 def evaluate_command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
-    data: Annotated[Path, typer.Argument(help="A folder of images with a folder per class, or a data file.")],
+    data: Annotated[
+        Path, typer.Argument(help="A folder with a folder of images per class, or a parquet, csv, json or text file.")
+    ],
     image_size: Annotated[list[int] | None, of_images(min=1, help="Side in pixels; may be repeated.")] = None,
     stretch_kernels: Annotated[
-        bool, of_images("--stretch-kernels/--keep-kernels", help="Kernels of AFT-conv, with --image-size.")
+        bool, of_images("--stretch-kernels/--keep-kernels", help="Resize kernels of AFT-conv for --image-size.")
     ] = True,
     enlarge_patches: Annotated[
-        bool, of_images("--enlarge-patches/--keep-patches", help="Patches of AFT-conv, with --image-size.")
+        bool, of_images("--enlarge-patches/--keep-patches", help="Resize patches of AFT-conv for --image-size.")
     ] = True,
     image_column: Annotated[str, of_images(help="Column of the images.")] = "image",
     label_column: Annotated[str, of_images(help="Column of the labels.")] = "label",
-    block_size: Annotated[int | None, of_text(help="Tokens per block. Default: the model's maximum.")] = None,
+    block_size: Annotated[int | None, of_text(help="Tokens per block. Default: the model's maximum, or 1024.")] = None,
     stride: Annotated[int | None, of_text(help="New tokens per block; the others are context. Default: all.")] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,

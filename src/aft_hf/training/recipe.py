@@ -52,7 +52,7 @@ class Data(Section):
 
     train: str | None = Field(None, description="Training data: a file or a folder, or `generated`.")
     validation: str | None = Field(None, description="Validation data, as for train.")
-    dataset: str | None = Field(None, description="Instead of files: an id on the Hub, or a local dataset.")
+    dataset: str | None = Field(None, description="In place of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
     workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
     max_train_samples: Count | None = Field(None, description="Train on the first samples only. null: on all.")
@@ -183,7 +183,9 @@ class Recipe(Section, Generic[DataType]):
     context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
-    gradient_checkpointing: bool = Field(False, description="Compute activations twice to save memory.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
     compile: bool = Field(False, description="Compile the model by torch.compile.")
     ema_decay: Decay | None = Field(None, description="Decay of the average of the weights that is saved. null: none.")
     label_smoothing: Share = Field(0.0, description="Label smoothing of the cross entropy.")
