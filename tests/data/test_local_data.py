@@ -259,6 +259,8 @@ def test_a_share_of_the_rows_is_held_out_and_told_the_same_ones_each_time():
     assert sorted([*splits["train"]["x"], *splits["validation"]["x"]]) == list(range(20))
     assert hold_out(numbers(20), 0.25)["validation"][:] == splits["validation"][:] != {"x": [15, 16, 17, 18, 19]}
     assert hold_out(splits, 0.5) is splits and hold_out(numbers(20), 0).num_rows == {"train": 20}
+    with pytest.raises(ValueError, match="validation data cannot be held out, so give some"):
+        hold_out(numbers(1), 0.25)
 
 
 # Names given by users

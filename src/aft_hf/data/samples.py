@@ -42,6 +42,13 @@ class SampleKey(NamedTuple):
 Maker = Callable[[Row, SampleKey | None], Sample]
 
 
+def image_of(row: Row, column: str) -> Image.Image:
+    """Return the image in a column of a row; raise an `ImageError` if there is none."""
+    if not isinstance(row[column], Image.Image):
+        raise ImageError(f"has no image in column {column!r}")
+    return row[column]
+
+
 @dataclass(eq=False)
 class RowSamples(Dataset[Sample]):
     """Dataset of the samples of rows, indexed by `SampleKey` in training and by number in evaluation."""
