@@ -69,7 +69,9 @@ class RowSamples(Dataset[Sample]):
         try:
             return self.make(self.rows[index], own)
         except ImageError as error:
-            raise ImageError(f"row {index}: {error}") from error
+            kept = self.rows._indices  # the row in the file, if these are some of its rows
+            number = index if kept is None else kept.column(0)[index]
+            raise ImageError(f"row {number}: {error}") from error
 
 
 @dataclass(eq=False)
