@@ -13,11 +13,7 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
 from runs import Payload
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
