@@ -73,7 +73,8 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     start, stop = (_character_start(source, byte) for byte in span)
     fast = tokenizer.is_fast
     rules = tokenizer.backend_tokenizer.to_str() if fast else repr(sorted(tokenizer.get_vocab().items()))
-    path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), rules), "tokens")
+    changed = source.stat().st_mtime_ns  # the fingerprint does not cover all of a large file
+    path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), changed, rules), "tokens")
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):
