@@ -1,12 +1,13 @@
 """Saving a conversion: all files, verified, or none. The report lists them, so that no others are overwritten."""
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
@@ -75,7 +76,8 @@ def save_converted(
         model, processor, report = _convert(read_source(source, **reading), seed, options, distillation)
         try:
             if writes:
-                _write(directory, source, overwrite, model, processor, report)
+                with _locked(directory):
+                    _write(directory, source, overwrite, model, processor, report)
         except ConversionError as error:
             raise ConversionError(f"{error}{advice}") from error
         except (OSError, SafetensorError) as error:
@@ -128,6 +130,17 @@ def _write(
     for path in directory.iterdir():
         if path.name in earlier - {*report.files, REPORT_NAME}:
             path.unlink()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Raise an OSError if another process writes a conversion to a directory: their files would mix."""
+    with FileLock(directory.with_name(f".{directory.name}.lock"), timeout=0) as lock:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows deletes it at the release
+                os.unlink(lock.lock_file)
 
 
 def _check_target(directory: Path, overwrite: bool) -> set[str]:
