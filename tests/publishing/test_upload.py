@@ -66,10 +66,10 @@ def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, h
     assert repository.commits[-1] == repository.commits[1] | {"notes.txt": b"old", "optimizer.pt": b"theirs"}
 
 
-def test_a_card_in_another_encoding_is_named(send, hub, prepared):
-    with (prepared / "README.md").open("ab") as file:
-        file.write(b"\xfc")
-    assert "README.md: is not UTF-8 text" in refusal(send, hub)
+def test_a_card_in_another_encoding_is_named(send, prepared):
+    (prepared / "README.md").write_bytes(b"Gr\xfcn")
+    with pytest.raises(PublishError, match=r"README.md: is not UTF-8 text"):
+        send()
 
 
 def test_a_new_repository_is_private_if_asked_for_and_nothing_private_goes_to_a_public_one(send, hub):
