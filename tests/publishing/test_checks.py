@@ -159,4 +159,6 @@ def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(prepared)
 def test_adapters_and_missing_directories_are_told(tmp_path):
     assert find_problems(tmp_path / "nowhere") == [f"{tmp_path / 'nowhere'}: no such directory"]
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert any("merge the adapter into its model" in problem for problem in find_problems(tmp_path))
+    for directory, told in ((tmp_path, "merge the adapter into its model"), (tmp_path / "nowhere", "no such directory$")):
+        with pytest.raises(PublishError, match=told):
+            publish(directory, "me/tiny", dry_run=True)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
+from transformers.utils import CONFIG_NAME
 
 from ..data.atomic_files import write_atomic
 from ..progress import plain_console
@@ -80,7 +81,8 @@ def publish(
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
-    if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+    has_config = (directory / CONFIG_NAME).is_file()  # the Hub would be asked for that of a missing directory
+    if has_config and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
         new[README] = text
     if problems := find_problems(directory, new):
         raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
