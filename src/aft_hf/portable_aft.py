@@ -448,7 +448,7 @@ CHUNK_SIZE = 32
 FEW_CHUNKS = 16
 
 # Maximum number of entries of the table exp(w) of a grid; above it `_convolves` chooses.
-LARGEST_GRID_TABLE = 2**24
+LARGEST_GRID_TABLE = 2**22
 
 
 def portable_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, causal: bool) -> torch.Tensor:
