@@ -110,7 +110,7 @@ def test_kernels_can_be_kept(changes):
 def test_what_cannot_be_resized_is_refused_and_nothing_is_changed():
     model = classifier()
     adapt_to_image_size(AFTForImageClassification(model.config), 64)
-    unchanged(model, 64, "its own config")
+    unchanged(model, 64, "shares it was adapted")
     model = classifier()
     for size in (30, 0, (32, 33)):
         unchanged(model, size, "image_size")

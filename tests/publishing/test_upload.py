@@ -106,8 +106,8 @@ def test_what_fails_ends_in_one_line_and_the_next_run_completes_it(send, hub, pr
 
 def test_a_hub_that_never_answers_is_not_waited_for(prepared, monkeypatch):
     monkeypatch.setattr(upload, "TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(PublishError, match="timed out.* nothing was"):
-        publish(prepared, "me/tiny", endpoint=f"http://127.0.0.1:{server.getsockname()[1]}", token="hf_x")
+    with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(PublishError, match=r"timed out.* nothing was"):
+        publish(prepared, "me/tiny", endpoint=f"http://127.0.0.1:{hub.getsockname()[1]}", token="hf_x")
 
 
 def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, prepared, monkeypatch):
