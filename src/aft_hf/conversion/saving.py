@@ -24,6 +24,9 @@ from .report import REPORT_NAME, ConversionError, ConversionReport
 from .source import VisionTransformerSource, read_source
 
 
+LOCK = ".aft-hf-lock"  # in the directory, while a conversion is written to it
+
+
 def save_converted(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
@@ -135,12 +138,12 @@ def _write(
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Raise an OSError if another process writes a conversion to a directory: their files would mix."""
-    with FileLock(directory.with_name(f".{directory.name}.lock"), timeout=0) as lock:
+    with FileLock(directory / LOCK, timeout=0):
         try:
             yield
         finally:
             with suppress(OSError):  # Windows deletes it at the release
-                os.unlink(lock.lock_file)
+                (directory / LOCK).unlink()
 
 
 def _check_target(directory: Path, overwrite: bool) -> set[str]:
@@ -148,7 +151,7 @@ def _check_target(directory: Path, overwrite: bool) -> set[str]:
 
     Returns the names of the files that the earlier conversion wrote.
     """
-    if not directory.exists() or not {path.name for path in directory.iterdir()} - {UNFINISHED}:
+    if not directory.exists() or not {path.name for path in directory.iterdir()} - {UNFINISHED, LOCK}:
         return set()
     if not overwrite:
         raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
