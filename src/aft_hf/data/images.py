@@ -10,11 +10,9 @@ from datasets import ClassLabel, Dataset, Value
 from PIL import Image
 from torch import nn
 
+from ..configuration_aft import MOST_LABELS
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
-
-
-MOST_CLASSES = 2**22  # as in `aft_hf.reading`; a greater label, such as a time, would fill the memory with names
 
 
 @dataclass
@@ -48,11 +46,12 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     if isinstance(feature, ClassLabel):
         return feature.names
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
-    if all(type(label) is int and 0 <= label < MOST_CLASSES for label in labels):
+    # a greater label, such as a time, would fill the memory with names
+    if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
     if all(isinstance(label, (str, bool)) for label in labels):
         return sorted(map(str, labels))
-    allowed = f"class names or class numbers from 0 to {MOST_CLASSES - 1}"
+    allowed = f"class names or class numbers from 0 to {MOST_LABELS - 1}"
     raise ValueError(f"column {column!r} must hold {allowed}, got {str(labels[:5])[1:-1]}")
 
 
