@@ -19,14 +19,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from saved_models import save_models
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    CLIPConfig,
-    CLIPModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
 from aft_hf import AFTConfig, AFTForCausalLM

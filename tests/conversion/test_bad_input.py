@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import OPTIONS, TIMM, save_pth, timm_tensors
+from checkpoints import MLP, OPTIONS, TIMM, save_pth, timm_tensors
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTForImageClassification
@@ -155,6 +155,8 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
             r"layers.1.attention.\w_proj.weight: .*\[24, 24\]",
         ),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
+        (lambda t: t.update({"blocks.9.ls1.gamma": torch.zeros(24)}), "once: blocks.9.ls1.gamma"),
+        (lambda t: t.update({"layers.0.mlp.fc1.bias": torch.zeros(MLP)}), "fc1.bias .* has another name"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
     ],
 )

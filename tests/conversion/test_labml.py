@@ -127,6 +127,7 @@ def test_a_bias_of_the_head_that_no_norm_can_stand_for_is_refused():
         (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), r"\(6, 3\), \(6, 6\)"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "no window around"),
         (lambda state: state.clear(), r"got \[\]"),
+        (lambda state: state.update({"src_embed.weight": torch.zeros(TOKENS, WIDTH)}), "there twice"),
     ],
 )
 def test_weights_of_something_else_are_refused(change, message):

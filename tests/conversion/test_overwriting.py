@@ -110,3 +110,15 @@ def test_a_conversion_that_fails_leaves_everything_as_it_was(vit, converted, mon
         save_converted(vit, converted, overwrite=True, **OPTIONS)
     monkeypatch.undo()
     assert contents(converted.parent) == before
+
+
+def test_a_second_conversion_at_the_same_time_stops(vit, tmp_path, monkeypatch):
+    def meanwhile(*paths):
+        with pytest.raises(ConversionError, match="lock"):
+            save_converted(vit, tmp_path / "aft", **OPTIONS | {"kernel_size": 5})
+        return verify_conversion(*paths)
+
+    monkeypatch.setattr("aft_hf.conversion.saving.verify_conversion", meanwhile)
+    save_converted(vit, tmp_path / "aft", **OPTIONS)
+    assert verify_conversion(vit, tmp_path / "aft") > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aft", "vit"]

@@ -46,6 +46,11 @@ def test_a_weight_is_the_mean_over_its_area(ratios):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=float(field.max()) * 4 / fine)
 
 
+def test_large_biases_do_not_overflow():
+    large, small = (stretched(kernels() + w, (2.0, 2.0), 1000, -torch.inf) - w for w in (5000.0, 0.0))
+    torch.testing.assert_close(large, small)
+
+
 @pytest.mark.parametrize("reparameterized", [True, False])
 @pytest.mark.parametrize("multiplier", [1.0, 1000.0])
 def test_a_resized_model_has_the_stretched_kernels(reparameterized, multiplier):
@@ -103,6 +108,9 @@ def test_kernels_can_be_kept(changes):
 
 
 def test_what_cannot_be_resized_is_refused_and_nothing_is_changed():
+    model = classifier()
+    adapt_to_image_size(AFTForImageClassification(model.config), 64)
+    unchanged(model, 64, "shares it was adapted")
     model = classifier()
     for size in (30, 0, (32, 33)):
         unchanged(model, size, "image_size")

@@ -112,15 +112,6 @@ def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was
     assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
 
 
-@pytest.mark.parametrize("names", ["ls{}.gamma", "gamma_{}"])
-def test_layer_scales_are_folded_into_the_last_module_of_their_branch(tmp_path, names):
-    save_pth(tmp_path / "deit3.pth", layer_scale=names, position_of_cls=False)
-    model, report = convert_deit(tmp_path / "deit3.pth", **OPTIONS, **TIMM)
-    assert_copied(model, copies(read_source(tmp_path / "deit3.pth", **TIMM).to_transformers()))
-    folded = {record.sources[1] for record in report.with_status("copied") if len(record.sources) > 1}
-    assert folded == {f"blocks.{i}.{names.format(j)}" for i in (0, 1) for j in (1, 2)}
-
-
 def test_mixed_dtypes_become_the_smallest_that_holds_all(tmp_path):
     tensors = {name: tensor.half() for name, tensor in timm_tensors(distilled=True, layer_scale="ls{}.gamma").items()}
     for name in ("norm.weight", "blocks.0.attn.qkv.weight", "head.weight"):

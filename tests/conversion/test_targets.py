@@ -51,14 +51,6 @@ def test_positions_are_interpolated_and_the_class_token_keeps_its_own(deit, imag
     torch.testing.assert_close(kept[1:], resized(positions[2:], (4, 4), grid))
 
 
-def test_a_class_token_without_a_position_gets_a_zero(tmp_path):
-    tensors = save_pth(tmp_path / "deit3.pth", position_of_cls=False)
-    model, _ = convert_deit(tmp_path / "deit3.pth", aft_type="simple", **TIMM)
-    positions = model.aft.embeddings.position_embeddings
-    assert torch.equal(positions[:, 1:], tensors["pos_embed"])
-    assert torch.equal(positions[:, 0], torch.zeros(1, WIDTH))
-
-
 def test_a_list_of_types_with_conv_keeps_the_positions_of_patches_alone(deit):
     path, tensors = deit
     model, report = convert_deit(path, aft_type=["conv", "full"], kernel_size=3, num_heads=2, **TIMM)

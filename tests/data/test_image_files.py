@@ -113,8 +113,7 @@ def test_images_stand_upright_as_their_exif_data_say():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
-    [BAD["an EPS"], BAD["169 million pixels"], (strip(1, 400_000), "1 x 400000 pixels")],
+    ("content", "told"), [BAD["an EPS"], BAD["169 million pixels"], (strip(1, 400_000), "1 x 400000 pixels")]
 )
 def test_an_unusable_image_of_a_sample_is_named_by_file_and_row(tmp_path, ghostscript, content, told):
     for name, each in (("a", encoded("PNG")), ("b", content)):
@@ -127,6 +126,9 @@ def test_an_unusable_image_of_a_sample_is_named_by_file_and_row(tmp_path, ghosts
         for key in (1, SampleKey(0, 1)):
             with pytest.raises(ImageError, match=f"^row 1: .*{name}.*{told}"):
                 samples[key]
+        some = RowSamples(samples.rows.select([1, 0]).take(1), samples.make)  # as of rows that are held out
+        with pytest.raises(ImageError, match=r"^row 1: "):
+            some[0]
 
 
 @pytest.mark.parametrize(("content", "told"), [*BAD.values(), (None, "has no image")], ids=[*BAD, "no image"])

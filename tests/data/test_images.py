@@ -45,7 +45,7 @@ def dataset(labels: list, feature=None) -> Dataset:
         (dataset(["z", "a", "z"]), ["a", "z"]),
         (dataset([True, False]), ["False", "True"]),
         (dataset([10, 2]), [str(number) for number in range(11)]),
-        *((dataset(labels), None) for labels in ([0.5, 1.5], [-1, 0], ["a", None], [[0, 1], [1, 0]])),
+        *((dataset(labels), None) for labels in ([0.5, 1.5], [-1, 0], [0, 2**40], ["a", None], [[0, 1], [1, 0]])),
     ],
 )
 def test_classes_have_the_names_of_the_labels_and_other_labels_are_refused(rows, names):

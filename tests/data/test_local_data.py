@@ -19,13 +19,7 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf.conversion import ImagesOnDisk, read_images
 from aft_hf.data.image_files import ImageError, list_images
-from aft_hf.data.loading import (
-    hold_out,
-    load_local,
-    load_named,
-    load_splits,
-    logger,
-)
+from aft_hf.data.loading import hold_out, load_local, load_named, load_splits, logger
 from aft_hf.data.samples import sum_rows
 
 
@@ -196,11 +190,7 @@ def test_files_are_read_by_their_ending_and_again_when_they_change(suffix, tmp_p
         ("a.txt", b"caf\xe9", "a.txt: cannot be read as a file of type txt"),
         ("a.jsonl", b"", r"a.jsonl: cannot be read as a file of type jsonl \(it has no rows\)"),
         ("a.csv", b"text\n", r"a.csv: cannot be read as a file of type csv \(it has no rows\)"),
-        (
-            "a.csv",
-            b"text\nhello, world\n",
-            r"a\.csv: .*rows have more cells than the header: put texts with commas in",
-        ),
+        ("a.csv", b"text\nhello, world\n", r"a\.csv: .*rows have more cells than the header: put texts with commas"),
         ("a.csv", b"text,n\none, two,1\n", r"a\.csv: .*rows have more cells than the header"),
     ],
 )
@@ -259,6 +249,8 @@ def test_a_share_of_the_rows_is_held_out_and_told_the_same_ones_each_time():
     assert sorted([*splits["train"]["x"], *splits["validation"]["x"]]) == list(range(20))
     assert hold_out(numbers(20), 0.25)["validation"][:] == splits["validation"][:] != {"x": [15, 16, 17, 18, 19]}
     assert hold_out(splits, 0.5) is splits and hold_out(numbers(20), 0).num_rows == {"train": 20}
+    with pytest.raises(ValueError, match="validation data cannot be held out, so give some"):
+        hold_out(numbers(1), 0.25)
 
 
 # Names given by users
@@ -352,11 +344,7 @@ def test_the_path_of_an_image_in_a_row_is_that_of_a_regular_file(tmp_path, path)
     file = write_paths(tmp_path / "rows.parquet", file_of(tmp_path, path))
     rows = load_local(file)
     assert rows[0]["image"].size == (4, 4)
-    for read in (
-        lambda: rows[1],
-        lambda: sum_rows(rows, "image", "label"),
-        lambda: load_named(str(file))["train"][1],
-    ):
+    for read in (lambda: rows[1], lambda: sum_rows(rows, "image", "label"), lambda: load_named(str(file))["train"][1]):
         with pytest.raises(ImageError) as error:
             read()
         assert "\n" not in str(error.value)

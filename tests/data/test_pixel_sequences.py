@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image as PILImage
 
+from aft_hf.data.image_files import ImageError
 from aft_hf.data.pixel_sequences import START_TOKEN, PixelSequences, pixels_to_tokens, tokens_to_image
 from aft_hf.data.samples import SampleKey
 
@@ -28,6 +29,11 @@ def test_tokens_are_the_channels_of_each_pixel_in_raster_order(pixels):
     assert torch.equal(sample["input_ids"][1:], sample["labels"][:-1])
     grey = np.arange(16, dtype=np.uint8).reshape(4, 4)
     assert (sample_of(grey)["labels"].reshape(4, 4, 3) == torch.tensor(grey)[..., None]).all()
+
+
+def test_a_row_without_an_image_is_an_error():
+    with pytest.raises(ImageError, match="has no image in column 'image'"):
+        PixelSequences(4)({"image": None})
 
 
 def test_tokens_become_the_image_again():

@@ -4,12 +4,15 @@ import tracemalloc
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aft_hf import build_byte_tokenizer
+from aft_hf.data import samples, text
 from aft_hf.data.samples import SampleKey
 from aft_hf.data.text import Windows, join_texts, split_bytes, starts_character
 
@@ -96,6 +99,22 @@ def test_little_of_two_gigabytes_is_in_memory_at_a_time(tmp_path):
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 2**20
+
+
+def test_a_text_of_one_line_is_tokenized_in_parts_that_end_with_a_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PART", 40)
+    (tmp_path / "line").write_text(line := "naïve 文字 " * 99)
+    parts = [part.decode() for part in text._read_parts(tmp_path / "line", 0, len(line.encode()))]
+    assert "".join(parts) == line and max(map(len, parts)) <= 40
+    assert all(part[0] == " " for part in parts[1:])
+
+
+def test_a_text_that_changes_beyond_its_fingerprint_is_tokenized_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "WHOLE", 4)
+    for line in ("one line", "one more"):
+        (tmp_path / "line").write_text(line)
+        path, _ = text.tokenize_file(tmp_path / "line", (0, 8), build_byte_tokenizer())
+        assert np.fromfile(path, text.TOKEN_DTYPE).tolist() == list(line.encode())
 
 
 def test_a_line_break_is_between_all_texts_of_a_file_which_is_written_again_when_they_change():

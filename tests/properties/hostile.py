@@ -29,10 +29,7 @@ READERS = {
     "convert vit": ("vit", ("config.json", "preprocessor_config.json")),
     "convert shards": ("shards", ("model.safetensors.index.json",)),
     "publish text": ("text", ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")),
-    "publish image": (
-        "image",
-        ("config.json", "results.json", "all_results.json", "preprocessor_config.json"),
-    ),
+    "publish image": ("image", ("config.json", "results.json", "all_results.json", "preprocessor_config.json")),
     "publish converted": ("converted", ("conversion_report.json",)),
     "train": (".", ("recipe.yaml",)),
     "visualize text": ("text", ("config.json", "tokenizer_config.json", "tokenizer.json")),

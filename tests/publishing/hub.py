@@ -44,7 +44,7 @@ class Hub(HfApi):
         self.repositories.setdefault(repo_id, SimpleNamespace(private=bool(private), commits=[FILES]))
         self._fault("create_repo", "after")
 
-    def model_info(self, repo_id):
+    def model_info(self, repo_id, *, timeout):
         self._fault("model_info", "before")
         repository = self.repositories[repo_id]
         siblings = [SimpleNamespace(rfilename=name) for name in repository.commits[-1]]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 
 import httpx2
 import pytest
@@ -65,6 +66,12 @@ def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, h
     assert repository.commits[-1] == repository.commits[1] | {"notes.txt": b"old", "optimizer.pt": b"theirs"}
 
 
+def test_a_card_in_another_encoding_is_named(send, prepared):
+    (prepared / "README.md").write_bytes(b"Gr\xfcn")
+    with pytest.raises(PublishError, match=r"README.md: is not UTF-8 text"):
+        send()
+
+
 def test_a_new_repository_is_private_if_asked_for_and_nothing_private_goes_to_a_public_one(send, hub):
     send(private=True)
     assert hub.repositories.pop("me/tiny").private
@@ -95,6 +102,12 @@ def test_what_fails_ends_in_one_line_and_the_next_run_completes_it(send, hub, pr
     hub.faults.clear()
     send()
     assert_whole(hub, prepared)
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(prepared, monkeypatch):
+    monkeypatch.setattr(upload, "TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(PublishError, match=r"timed out.* nothing was"):
+        publish(prepared, "me/tiny", endpoint=f"http://127.0.0.1:{hub.getsockname()[1]}", token="hf_x")
 
 
 def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, prepared, monkeypatch):

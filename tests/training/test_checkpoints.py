@@ -139,7 +139,10 @@ def test_only_what_the_run_has_written_is_renamed_or_deleted(copied, original):
     for name in BESIDE:
         (checkpoints / name).parent.mkdir(exist_ok=True)
         (checkpoints / name).write_text("mine")
+    earlier = (checkpoints / "step-000000003").rename(checkpoints.parent / "earlier")  # on another disk
+    (checkpoints / "step-000000003").symlink_to(earlier)
     assert run(values | {"keep_checkpoints": 1})["losses"] == original[1]["losses"]
+    assert find_damage(earlier) is None and not (checkpoints / "step-000000006").exists()
     assert all((checkpoints / name).read_text() == "mine" for name in BESIDE)
 
 

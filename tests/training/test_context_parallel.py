@@ -16,15 +16,7 @@ from tiny_models import image_model, language_model
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from aft_hf import (
-    AFTBackbone,
-    AFTConv,
-    AFTForCausalLM,
-    AFTLocal,
-    AFTSimple,
-    context_parallel,
-    local_shard,
-)
+from aft_hf import AFTBackbone, AFTConv, AFTForCausalLM, AFTLocal, AFTSimple, context_parallel, local_shard
 from aft_hf.mixing_aft import Documents
 from aft_hf.parallel import SequenceShard
 from aft_hf.training.context_parallelism import ContextParallelGroup

@@ -184,7 +184,7 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
         evaluate_classifier(model, processor_for(16), data)
     with pytest.raises(ValueError, match="the data has 8 classes, the model 7"):
         evaluate_classifier(model, processor_for(16), labelled(images, [str(i) for i in range(CLASSES + 1)]))
-    for names in (["0", "7"], ["3", "03"]):
+    for names in (["0", "7"], ["3", "03"]):  # there is no class 7, and 3 has a name already
         data = labelled({"image": images["image"][:2], "label": [0, 1]}, names)
         with pytest.raises(ValueError, match=rf"labels that are not among the 7 classes: \['{names[1]}'\]"):
             evaluate_classifier(classifier(), processor_for(16), data)
@@ -201,7 +201,8 @@ def test_labels_that_are_numbers_mean_these_classes_in_whatever_order_a_folder_s
     texts = Dataset.from_dict(rows | {"label": list(map(str, numbers))}, features=Features(TEXT_LABELS))
     given = [{"image": image, "label": number} for image, number in zip(rows["image"], numbers)]
     expected = metrics_by_hand(model, processor_for(16), given)
-    for data in (labelled(rows, names), texts):
+    padded = [f"LABEL_{name:0>3}" for name in names]
+    for data in (labelled(rows, names), labelled(rows, padded), texts):
         assert evaluate_classifier(model, processor_for(16), data) == pytest.approx(expected, rel=1e-4)
 
 
@@ -333,6 +334,7 @@ def test_a_language_model_is_evaluated_in_blocks_of_texts(evaluate, tmp_path):
     _, metrics = evaluate("--block-size", 10, data="text.txt")
     expected = evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(TEXT), block_size=10)
     assert list(metrics.values()) == [pytest.approx(expected)]
+    assert evaluate("--block-size", 0, data="text.txt")[0].returncode == 2
     for content, message in (
         ("text,n\none,1\n,2\n", "rows.csv (row 1: column 'text' holds None"),
         ("story\none\n", "--text-column: the given data has no column 'text', it has 'story'"),

@@ -13,11 +13,7 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
 from runs import Payload
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
@@ -272,6 +268,13 @@ def test_a_damaged_checkpoint_is_said_to_be_in_one_line(damage, classifier, imag
     with pytest.raises((ValueError, OSError), match="checkpoint-1") as stopped:
         start(classifier, tmp_path, *options)
     assert "\n" not in str(stopped.value) and len(str(stopped.value)) < 1000
+
+
+def test_a_run_that_begins_beside_a_checkpoint_says_so(classifier, images, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    with CaptureLogger(fine_tuning.logger) as log:
+        start(classifier, tmp_path, "--do_train", "--train", images, "--max_steps", 1)
+    assert f"begins at step 0 although {tmp_path}/checkpoint-1 exists: --resume-from-checkpoint true" in log.out
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifier, images, tmp_path, monkeypatch):

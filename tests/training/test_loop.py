@@ -62,6 +62,7 @@ def test_a_run_leaves_a_model_a_tokenizer_its_results_and_a_picture(finished):
     assert results["recipe"]["optimizer"]["learning_rate"] == 1e-2
     assert not [path for path in directory.rglob("*") if path.name.startswith(".")]
     assert results["recipe"]["data"]["train"] == Path(values["data"]["train"]).name  # not where it lay here
+    assert loop.portable(notes := "and/or".rjust(999)) == notes  # no file has so long a name
 
 
 def test_the_metric_is_that_of_the_saved_model_over_every_byte_but_the_first(finished):

@@ -10,12 +10,7 @@ from datasets import Dataset
 from PIL import Image as PILImage
 from runs import CLASSES, bpe_tokenizer, bytes_recipe, images_recipe, pixels_recipe, run
 from torch.nn import functional as F
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-)
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.data import text

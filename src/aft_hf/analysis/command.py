@@ -74,7 +74,7 @@ def visualize_command(
 def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figure":
     """Draw the maps of the layers that --layers lists, counted from 1."""
     chosen = [*map(str, range(1, len(maps) + 1))] if layers is None else [each.strip() for each in layers.split(",")]
-    if not all(each.isdigit() and 1 <= int(each) <= len(maps) for each in chosen):
+    if not all(each.isdecimal() and 1 <= int(each) <= len(maps) for each in chosen):
         raise ValueError(f"--layers {layers}: give numbers from 1 to {len(maps)}, separated by commas")
     return draw_maps([maps[int(each) - 1] for each in chosen], names=[f"layer {each}" for each in chosen], **options)
 

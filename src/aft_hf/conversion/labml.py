@@ -58,6 +58,8 @@ def convert_labml(
     """
     with explained("these are not the weights of labml's AFT-local", ConversionError):
         tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
+        if len(tensors) < len(state_dict):
+            raise ConversionError("a tensor is there twice, under two names")
         masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
         sizes = {(len(mask), int(mask[0].sum())) for mask in masks.values()}
         dtypes = {tensor.dtype for tensor in tensors.values()}

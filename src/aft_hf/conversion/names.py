@@ -85,10 +85,11 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
         if ".attention.qkv." in known:
             parts = {known.replace("qkv", f"{kind}_proj"): part for kind, part in zip("qkv", tensor.chunk(3))}
         for each, part in parts.items():
-            if not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
+            if each in found or not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
                 raise ConversionError(
-                    f"{source}: {name} is no tensor of a ViT; only plain ViTs and DeiTs are converted, not adapters "
-                    "(merge_and_unload them), parametrizations or shards of FSDP (save a full state dict)"
+                    f"{source}: {name} is no tensor of a ViT, or has another name there, too; only plain ViTs and "
+                    "DeiTs are converted, not adapters (merge_and_unload), parametrizations or shards of FSDP (save a "
+                    "full state dict)"
                 )
             found[each] = Part(part, (name,))
     for module, scale in scales.items():

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from ..configuration_aft import pair
 from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTImageEmbeddings
 from ..position_biases_aft import widen
@@ -50,7 +51,8 @@ def adapt_to_image_size(
         ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
             size is not a multiple of the stride of the patches, or too small for kernels that are kept; kernels
             or patches cannot be resized (`position_bias_selection` is set, the aspect ratio changes without
-            `global_connectivity`, or they have adapters). The model is then unchanged.
+            `global_connectivity`, or they have adapters); or they are not those of the config. The model is then
+            unchanged.
     """
     config: Any = model.config  # an `AFTConfig`
     if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
@@ -62,6 +64,8 @@ def adapt_to_image_size(
     own = [*mixers, embeddings, getattr(embeddings, "patch_embeddings", None)]
     if [type(module) for module in own] != [AFTConv] * len(mixers) + [AFTImageEmbeddings, nn.Conv2d]:
         raise ValueError("kernels or patches have adapters: merge or remove adapters first")
+    if {mixer.window for mixer in mixers} != {config.kernel_size} or embeddings.patch_size != pair(config.patch_size):
+        raise ValueError("the config was changed, or a model that shares it was adapted: give each its own config")
     target = copy.deepcopy(config)
     target.image_size, target.kernel_size = image_size, 1
     target.validate_image()
@@ -143,9 +147,10 @@ def stretched(kernels: torch.Tensor, ratios: tuple[float, float], longest: int, 
     reach = min(max(math.ceil((half + 0.5) * ratio - 0.5 - 1e-9) for ratio in ratios), longest - 1)
     rows, columns = (_shares(half, reach, ratio) for ratio in ratios)
     wide = kernels.cpu().double()  # not all devices have float64
-    beyond = math.exp(outside)
-    weights = rows @ (wide.exp() - beyond) @ columns.mT + beyond
-    return weights.clamp_min(torch.finfo(weights.dtype).tiny).log().to(kernels)  # rounding could make it 0
+    top = wide.amax((1, 2), keepdim=True).clamp_min(outside)
+    beyond = (outside - top).exp()
+    weights = rows @ ((wide - top).exp() - beyond) @ columns.mT + beyond
+    return (weights.clamp_min(torch.finfo(weights.dtype).tiny).log() + top).to(kernels)  # rounding could make it 0
 
 
 def _shares(half: int, reach: int, ratio: float) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """Saving a conversion: all files, verified, or none. The report lists them, so that no others are overwritten."""
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
@@ -21,6 +22,9 @@ from ..reading import explained, first_line, read_json
 from .deit import convert_deit, copied_parts
 from .report import REPORT_NAME, ConversionError, ConversionReport
 from .source import VisionTransformerSource, read_source
+
+
+LOCK = ".aft-hf-lock"  # in the directory, while a conversion is written to it
 
 
 def save_converted(
@@ -75,7 +79,8 @@ def save_converted(
         model, processor, report = _convert(read_source(source, **reading), seed, options, distillation)
         try:
             if writes:
-                _write(directory, source, overwrite, model, processor, report)
+                with _locked(directory):
+                    _write(directory, source, overwrite, model, processor, report)
         except ConversionError as error:
             raise ConversionError(f"{error}{advice}") from error
         except (OSError, SafetensorError) as error:
@@ -130,12 +135,23 @@ def _write(
             path.unlink()
 
 
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Raise an OSError if another process writes a conversion to a directory: their files would mix."""
+    with FileLock(directory / LOCK, timeout=0):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows deletes it at the release
+                (directory / LOCK).unlink()
+
+
 def _check_target(directory: Path, overwrite: bool) -> set[str]:
     """Check that at most an earlier conversion is overwritten, and only with `overwrite`.
 
     Returns the names of the files that the earlier conversion wrote.
     """
-    if not directory.exists() or not {path.name for path in directory.iterdir()} - {UNFINISHED}:
+    if not directory.exists() or not {path.name for path in directory.iterdir()} - {UNFINISHED, LOCK}:
         return set()
     if not overwrite:
         raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -47,6 +47,7 @@ class VisionTransformerSource:
         config: config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
         parts: the tensors of the network by their names in transformers, all of one dtype, each with the names of the
             tensors of the checkpoint that it is made of.
+        names: the names of all tensors of the checkpoint.
         image_processor: the image processor of the checkpoint, or the default of its format.
         own_image_processor: whether the checkpoint has an image processor of its own.
         part: the part of its files that the weights were read from, such as "state_dict_ema"; empty for all of them.
@@ -55,6 +56,7 @@ class VisionTransformerSource:
     name: str
     config: ViTConfig | DeiTConfig
     parts: dict[str, Part]
+    names: Set[str]
     image_processor: BaseImageProcessor
     own_image_processor: bool
     part: str = ""
@@ -63,11 +65,6 @@ class VisionTransformerSource:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights; if those of the checkpoint differ, the smallest that can represent all of them."""
         return next(iter(self.parts.values())).tensor.dtype
-
-    @property
-    def names(self) -> set[str]:
-        """The names of the tensors of the checkpoint."""
-        return {name for part in self.parts.values() for name in part.sources}
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -163,7 +160,7 @@ def read_source(
                 )
     if config.num_channels != 3:
         raise ConversionError(f"{name}: takes images of {config.num_channels} channels; only RGB is converted")
-    found = VisionTransformerSource(name, config, parts, processor, is_own, part)
+    found = VisionTransformerSource(name, config, parts, tensors.keys(), processor, is_own, part)
     with explained(f"{name}: its tensors are not those of a {config.model_type} with its config", ConversionError):
         found.to_transformers()
     return found

@@ -20,6 +20,15 @@ def chooses_a_class(config: PreTrainedConfig) -> bool:
     return len(config.id2label or {}) > 1 and config.problem_type in (None, "single_label_classification")
 
 
+def by_number(labels: Sequence[str], count: int) -> list[str]:
+    """Return labels such as "007" or "LABEL_7" at their numbers 0 .. count - 1, and "" where there is none.
+
+    Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
+    """
+    known = {int(NUMBER.sub(r"\1", label)): label for label in reversed(labels)}
+    return [known.get(number, "") for number in range(count)]
+
+
 def listed(labels: Sequence[str]) -> str:
     """Return the first few labels and their total number as text."""
     more = f" ... ({len(labels)} in all)" if len(labels) > SHOWN else ""

@@ -10,9 +10,9 @@ from datasets import ClassLabel, Dataset, Value
 from PIL import Image
 from torch import nn
 
-from .image_files import ImageError
+from ..configuration_aft import MOST_LABELS
 from .image_size import pixel_values
-from .samples import Row, Sample, SampleKey
+from .samples import Row, Sample, SampleKey, image_of
 
 
 @dataclass
@@ -27,9 +27,7 @@ class ImagePipeline:
     numbers: Mapping[Any, int] | None = None
 
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
-        image, label = row[self.image_column], row[self.label_column]
-        if not isinstance(image, Image.Image):
-            raise ImageError(f"has no image in column {self.image_column!r}")
+        image, label = image_of(row, self.image_column), row[self.label_column]
         number = label if self.numbers is None else self.numbers[label]
         return {"pixel_values": self.pixels(image, key), "labels": torch.tensor(number)}
 
@@ -48,11 +46,13 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     if isinstance(feature, ClassLabel):
         return feature.names
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
-    if all(type(label) is int and label >= 0 for label in labels):
+    # a greater label, such as a time, would fill the memory with names
+    if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
     if all(isinstance(label, (str, bool)) for label in labels):
         return sorted(map(str, labels))
-    raise ValueError(f"column {column!r} must hold class names or class numbers from 0, got {str(labels[:5])[1:-1]}")
+    allowed = f"class names or class numbers from 0 to {MOST_LABELS - 1}"
+    raise ValueError(f"column {column!r} must hold {allowed}, got {str(labels[:5])[1:-1]}")
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:

@@ -206,7 +206,8 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
     """
     if "validation" in splits or share == 0:
         return splits
-    parts = splits["train"].train_test_split(share, seed=0)
+    with explained("validation data cannot be held out, so give some"):
+        parts = splits["train"].train_test_split(share, seed=0)
     logger.warning(
         f"there is no validation data: {len(parts['test'])} of the {len(splits['train'])} training samples are held "
         f"out for it (validation_share={share})"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .samples import Row, Sample, SampleKey
+from .samples import Row, Sample, SampleKey, image_of
 
 
 # The values of sub-pixels are the tokens 0 .. 255. This token, which is no sub-pixel, begins the input of a model.
@@ -40,7 +40,7 @@ class PixelSequences:
     brightness_shift: int = 10
 
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
-        image = row[self.image_column].convert("RGB")
+        image = image_of(row, self.image_column).convert("RGB")
         if image.size != (self.image_size, self.image_size):
             image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
         pixels = np.asarray(image)

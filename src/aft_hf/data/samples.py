@@ -42,6 +42,13 @@ class SampleKey(NamedTuple):
 Maker = Callable[[Row, SampleKey | None], Sample]
 
 
+def image_of(row: Row, column: str) -> Image.Image:
+    """Return the image in a column of a row; raise an `ImageError` if there is none."""
+    if not isinstance(row[column], Image.Image):
+        raise ImageError(f"has no image in column {column!r}")
+    return row[column]
+
+
 @dataclass(eq=False)
 class RowSamples(Dataset[Sample]):
     """Dataset of the samples of rows, indexed by `SampleKey` in training and by number in evaluation."""
@@ -62,7 +69,9 @@ class RowSamples(Dataset[Sample]):
         try:
             return self.make(self.rows[index], own)
         except ImageError as error:
-            raise ImageError(f"row {index}: {error}") from error
+            kept = self.rows._indices  # the row in the file, if these are some of its rows
+            number = index if kept is None else kept.column(0)[index]
+            raise ImageError(f"row {number}: {error}") from error
 
 
 @dataclass(eq=False)

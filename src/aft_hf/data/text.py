@@ -67,13 +67,14 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`; return its path and the bytes of the text.
 
     The file lies in the cache of `datasets` and is written only if it does not exist yet. No special tokens are added;
-    one that is written in the text is a single token. Lines of about `PART` bytes are tokenized at a time. The first
+    one that is written in the text is a single token. About `PART` bytes are tokenized at a time. The first
     byte and the end, `span`, are moved to the next character that begins there or later.
     """
     start, stop = (_character_start(source, byte) for byte in span)
     fast = tokenizer.is_fast
     rules = tokenizer.backend_tokenizer.to_str() if fast else repr(sorted(tokenizer.get_vocab().items()))
-    path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), rules), "tokens")
+    changed = source.stat().st_mtime_ns  # the fingerprint does not cover all of a large file
+    path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), changed, rules), "tokens")
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):
@@ -91,11 +92,14 @@ def _character_start(path: Path, byte: int) -> int:
 
 
 def _read_parts(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes of a file in parts of lines, of about `PART` bytes each."""
+    """Yield the bytes of a file in parts of lines, or of words of a longer line, of about `PART` bytes each."""
     with path.open("rb") as file:
         file.seek(start)
-        while left := max(stop - file.tell(), 0):
-            yield b"".join(file.readlines(min(PART, left)))[:left]
+        while part := file.read(min(PART, stop - file.tell())):
+            cut = len(part) if file.tell() == stop else part.rfind(b"\n") + 1 or part.rfind(b" ")
+            if cut > 0:
+                file.seek(cut - len(part), os.SEEK_CUR)
+            yield part[:cut] if cut > 0 else part + file.readline(stop - file.tell())
 
 
 def split_bytes(size: int) -> dict[str, tuple[int, int]]:

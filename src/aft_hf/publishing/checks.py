@@ -145,12 +145,12 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
         if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
             raise PublishError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
     config = model.config
-    if config.modality == "text":
-        tokens = torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size
-        example = {"input_ids": tokens}
-    else:
-        example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
     with explained("the model does not run", PublishError):
+        if config.modality == "text":
+            tokens = torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size
+            example = {"input_ids": tokens}
+        else:
+            example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
         outputs = model.eval()(**example)
     if not outputs[0].float().isfinite().all():
         raise PublishError("the model does not run: its outputs are not finite")

@@ -11,22 +11,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_session
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
+from transformers.utils import CONFIG_NAME
 
 from ..data.atomic_files import write_atomic
 from ..progress import plain_console
-from ..reading import described, shortened
+from ..reading import described, read_text, shortened
 from .card import README, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .folder import PublishError, files_to_upload
 
 
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+TIMEOUT = 300.0  # seconds without data after which a request fails; huggingface_hub waits forever
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
     403: "the token may not write there: use a token with write access, and a repository of your own",
@@ -79,14 +81,15 @@ def publish(
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
-    if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+    has_config = (directory / CONFIG_NAME).is_file()  # the Hub would be asked for that of a missing directory
+    if has_config and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
         new[README] = text
     if problems := find_problems(directory, new):
         raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
     kept, left_out = files_to_upload(directory)
     files = {name: path.stat().st_size for name, path in kept.items()}
     files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
-    text = new.get(README) or (directory / README).read_text(encoding="utf-8")
+    text = new.get(README) or read_text(directory / README, PublishError)
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict()["license"]))
@@ -100,7 +103,7 @@ def publish(
             file.write(text.encode())
     with _explained(lambda: f"{repo_id}: nothing was committed"):
         api.create_repo(repo_id, private=private, exist_ok=True)
-        before = api.model_info(repo_id)
+        before = api.model_info(repo_id, timeout=TIMEOUT)
         if private and not before.private:
             raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
     # An old single file would be loaded instead of new shards.
@@ -133,16 +136,20 @@ def _table(title: str, sizes: dict[str, int], license: str) -> Table:
 @contextmanager
 def _explained(outcome: Callable[[], str]) -> Iterator[None]:
     """Convert errors of the Hub and the network to a one-line PublishError: the cause, what to do, and `outcome`."""
+    session = get_session()
+    before, session.timeout = session.timeout, TIMEOUT
     try:
         yield
     except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
         raise PublishError(f"{_reason(error)} ({outcome()})") from error
+    finally:
+        session.timeout = before
 
 
 def _outcome(api: HfApi, repo_id: str, before: ModelInfo) -> str:
     """Describe the repository after a commit that failed, which may exist if only the response was lost."""
     try:
-        if api.model_info(repo_id).sha == before.sha:
+        if api.model_info(repo_id, timeout=TIMEOUT).sha == before.sha:
             return f"{repo_id}: nothing was committed"
         return f"{repo_id} has a new commit, which was not verified"
     except Exception:

@@ -103,7 +103,7 @@ class Checkpoints:
                     os.replace(aside, target)
                     _sync(self.directory)
                     for _, old in self.steps()[self.keep :]:
-                        shutil.rmtree(old)
+                        shutil.rmtree(old, ignore_errors=True)  # the new one is written
         # On a full disk, PyTorch and safetensors raise errors of their own types.
         except (Exception, CheckpointException) as error:
             last = next(iter(self.steps()), None)

@@ -118,8 +118,12 @@ def evaluate_command(
     ] = True,
     image_column: Annotated[str, of_images(help="Column of the images.")] = "image",
     label_column: Annotated[str, of_images(help="Column of the labels.")] = "label",
-    block_size: Annotated[int | None, of_text(help="Tokens per block. Default: the model's maximum, or 1024.")] = None,
-    stride: Annotated[int | None, of_text(help="New tokens per block; the others are context. Default: all.")] = None,
+    block_size: Annotated[
+        int | None, of_text(min=1, help="Tokens per block. Default: the model's maximum, or 1024.")
+    ] = None,
+    stride: Annotated[
+        int | None, of_text(min=1, help="New tokens per block; the others are context. Default: all.")
+    ] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
     max_samples: Annotated[int | None, typer.Option(min=1, help="Evaluate the first rows only.")] = None,

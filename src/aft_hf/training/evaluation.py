@@ -32,7 +32,7 @@ from transformers.utils import logging
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
 from ..data.atomic_files import write_json
-from ..data.classes import are_names, listed
+from ..data.classes import are_names, by_number, listed
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
@@ -146,9 +146,7 @@ def evaluate_classifier(
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {listed(given)}")
     else:
         logger.warning(f"classes are matched by number: the data has {listed(given)}, the model {listed(names)}")
-        # Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
-        known = given if are_names(given) else [str(number) for number in range(len(names))]
-        numbers = class_numbers(dataset, label_column, known)
+        numbers = class_numbers(dataset, label_column, given if are_names(given) else by_number(given, len(names)))
     columns = {"image_column": image_column, "label_column": label_column}
     pipeline = ImagePipeline(processor, numbers=numbers, **columns)
     options = {}

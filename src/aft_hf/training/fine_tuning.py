@@ -177,14 +177,24 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
 
 
 def _checkpoint(arguments: TrainingArguments) -> Path | None:
-    """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any."""
+    """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any.
+
+    A run that begins at step 0 beside checkpoints says so: it replaces or removes them, and a resume may mix them.
+    """
     wanted = str(arguments.resume_from_checkpoint)
-    if wanted.lower() != "true":
-        return None if wanted.lower() in ("none", "false") else Path(wanted)
+    if wanted.lower() not in ("true", "none", "false"):
+        return Path(wanted)
     # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
     states = Path(str(arguments.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
     found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    if wanted.lower() == "true" or newest is None:
+        return newest
+    logger.warning(
+        f"begins at step 0 although {newest} exists: --resume-from-checkpoint true resumes from it, and another "
+        "--output-dir keeps the two runs apart"
+    )
+    return None
 
 
 class FineTuner(Trainer):

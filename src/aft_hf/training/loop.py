@@ -8,6 +8,7 @@ as an uninterrupted run.
 
 import importlib.metadata
 import math
+import os
 import platform
 import resource
 import sys
@@ -410,6 +411,6 @@ def portable(values: Any) -> Any:
     """
     if isinstance(values, dict):
         return {key: portable(value) for key, value in values.items()}
-    if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and Path(values).exists())):
+    if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and os.path.exists(values))):
         return Path(values).name
     return values
