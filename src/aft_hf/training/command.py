@@ -56,7 +56,7 @@ def finetune_command(
     train: Annotated[str | None, in_data(help="Training data: a folder of images, or a parquet file.")] = None,
     validation: Annotated[str | None, in_data(help="Validation data, as for --train.")] = None,
     validation_share: Annotated[
-        float, in_data(min=0, max=0.99, help="Share of --train to hold out without --validation.")
+        float, in_data(min=0, max=0.99, help="Share of the training data to hold out if there is no validation data.")
     ] = 0.05,
     dataset_name: Annotated[
         str | None, in_data(help="In place of --train: a dataset on the Hub, or a local one.")
