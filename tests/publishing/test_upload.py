@@ -106,6 +106,7 @@ def test_what_fails_ends_in_one_line_and_the_next_run_completes_it(send, hub, pr
 
 def test_a_hub_that_never_answers_is_not_waited_for(prepared, monkeypatch):
     monkeypatch.setattr(upload, "TIMEOUT", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(PublishError, match=r"timed out.* nothing was"):
         publish(prepared, "me/tiny", endpoint=f"http://127.0.0.1:{hub.getsockname()[1]}", token="hf_x")
 
