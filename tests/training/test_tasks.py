@@ -76,6 +76,8 @@ def test_a_vit_trains_by_the_same_recipe_and_so_does_a_trained_model_of_another_
     processor = AutoImageProcessor.from_pretrained(values["output_dir"])  # evaluates centre crops of larger images
     assert processor(PILImage.new("RGB", (30, 20)), return_tensors="pt")["pixel_values"].shape == (1, 3, 8, 8)
     assert dict(processor.size)["shortest_edge"] == 10
+    with pytest.raises(ValueError, match="num_labels=9: the data has"):
+        run(values | {"model": values["model"] | {"num_labels": 9}, "output_dir": str(tmp_path / "other")})
 
 
 def test_text_beyond_ascii_has_bits_per_character_too(tmp_path):

@@ -244,6 +244,8 @@ class ImagesTask(Task):
         splits = read_rows(recipe)
         require_column(splits, data.label_column, "data.label_column")
         names = class_names(splits["train"], data.label_column)
+        if (given := recipe.model.get("num_labels", len(names))) != len(names):
+            raise ValueError(f"model.num_labels={given}: the data has {len(names)} classes; leave it out")
         # Resize, crop the center if `eval_crop_ratio` is below 1, and normalize.
         crops, size = data.eval_crop_ratio < 1, {"height": data.image_size, "width": data.image_size}
         self.processor = ViTImageProcessorPil(
