@@ -1,5 +1,6 @@
 """Byte-level datasets: texts as one file, the windows of a file, the labels that count, and memory use."""
 
+import os
 import tracemalloc
 from datetime import date
 from pathlib import Path
@@ -111,8 +112,9 @@ def test_a_text_of_one_line_is_tokenized_in_parts_that_end_with_a_word(tmp_path,
 
 def test_a_text_that_changes_beyond_its_fingerprint_is_tokenized_again(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "WHOLE", 4)
-    for line in ("one line", "one more"):
+    for second, line in enumerate(("one line", "one more")):
         (tmp_path / "line").write_text(line)
+        os.utime(tmp_path / "line", (second, second))
         path, _ = text.tokenize_file(tmp_path / "line", (0, 8), build_byte_tokenizer())
         assert np.fromfile(path, text.TOKEN_DTYPE).tolist() == list(line.encode())
 
