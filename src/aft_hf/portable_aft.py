@@ -447,7 +447,7 @@ CHUNK_SIZE = 32
 # `window_mixing` is for sequences with more chunks than this; a table is faster for fewer.
 FEW_CHUNKS = 16
 
-# Maximum number of entries of the table exp(w) of a grid; above it `_convolves` chooses.
+# Grids are convolved, where that is precise, if their table exp(w) has more entries than this (`_convolves`).
 LARGEST_GRID_TABLE = 2**22
 
 

@@ -46,7 +46,7 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     if isinstance(feature, ClassLabel):
         return feature.names
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
-    # a greater label, such as a time, would fill the memory with names
+    # A larger number, such as a timestamp, would create as many class names.
     if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
     if all(isinstance(label, (str, bool)) for label in labels):

@@ -179,7 +179,8 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
 def _checkpoint(arguments: TrainingArguments) -> Path | None:
     """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any.
 
-    A run that begins at step 0 beside checkpoints says so: it replaces or removes them, and a resume may mix them.
+    A run that begins at step 0 although there are checkpoints logs a warning: it overwrites or deletes them, and may
+    later resume from one of the earlier run.
     """
     wanted = str(arguments.resume_from_checkpoint)
     if wanted.lower() not in ("true", "none", "false"):
