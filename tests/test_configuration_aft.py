@@ -171,6 +171,7 @@ def test_names_that_transformers_and_users_store_in_a_config_are_kept(tmp_path):
     loaded = AFTConfig.from_pretrained(tmp_path)
     assert (loaded.sep_token_id, loaded.num_attention_heads, loaded.my_note, loaded.later) == (3, 8, "x", 5)
     assert (loaded.dtype, loaded.num_labels) == (torch.bfloat16, 3)
+    assert AFTConfig.from_pretrained(tmp_path, dtype="auto").dtype == "auto"  # as `transformers serve` does
 
 
 @pytest.mark.parametrize(

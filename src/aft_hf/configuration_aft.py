@@ -95,7 +95,7 @@ def one_of(allowed: Any, default: Any) -> Any:
 
 def _check_dtype(dtype: str | torch.dtype | None) -> None:
     known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+    if dtype not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
         raise ValueError(f"must be a floating point dtype such as 'float32', got {shown(dtype)}")
 
 
