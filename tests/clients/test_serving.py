@@ -32,11 +32,16 @@ def continuation(saved, tokenizer, prompt: str) -> str:
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def streamed(text: str) -> str:
+    """Return what the server streams of a text: it keeps back a last character of which bytes are missing."""
+    return text.removesuffix("\N{REPLACEMENT CHARACTER}")
+
+
 def test_completions_of_an_openai_client_equal_those_of_generate(server, saved, expected):
     options = {"model": str(saved), "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     assert server.completions.create(**options).choices[0].text == expected
     pieces = server.completions.create(**options, stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == streamed(expected)
 
 
 def test_a_request_beyond_the_maximum_length_gets_the_tokens_that_fit(server, saved):
@@ -51,7 +56,7 @@ def test_a_chat_completion_uses_the_chat_template_of_the_tokenizer(server, saved
     expected = continuation(saved, tokenizer, f"{PROMPT}\n")
     assert server.chat.completions.create(**options).choices[0].message.content == expected
     pieces = server.chat.completions.create(**options, stream=True)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == streamed(expected)
 
 
 def test_transformers_chat_prints_an_answer(server_port, saved, monkeypatch, capsys):
