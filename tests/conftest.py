@@ -17,12 +17,14 @@ if not torch.cuda.is_available():  # Triton reads the variable at import, and th
 
 import datasets
 
-from aft_hf.cli import main
+from aft_hf import benchmarking, cli
 
 
 # Threads do not speed up operations on tensors this small, and slow them down when other processes use the cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+# Commands run in the process of the tests, some of which measure memory.
+benchmarking.keep_freed_memory = cli.keep_freed_memory = lambda: None
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +44,7 @@ def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
         capfd.readouterr()
         try:
             if name == "aft-hf":
-                main()
+                cli.main()
             elif name.endswith(".py"):
                 runpy.run_path(words[0], run_name="__main__")
             else:

@@ -149,4 +149,4 @@ def versions() -> dict[str, str]:
     code = b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h"))
     found = {name: version(name) for name in ("aft-hf", "torch", "transformers")}
     kernels = os.environ.get("AFT_HF_KERNELS") or next(iter(runnable_variants()), "none")
-    return found | {"aft-hf": f"{found['aft-hf']}, code {hashlib.sha256(code).hexdigest()[:8]}", "kernels": kernels}
+    return found | {"code": hashlib.sha256(code).hexdigest()[:8], "kernels": kernels}

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from aft_hf.benchmarking import keep_freed_memory
 from aft_hf.reading import reported
 
 from .arms import ARMS
@@ -41,6 +42,7 @@ def main(
     if what == ["report"]:
         write_page(Records([*earlier, *read_records(out / "records.json")]), page, page.parent / "images" / page.stem)
         return
+    keep_freed_memory()
     end = time.monotonic() + 3600 * hours
     runner = Runner(out, text, images, image_column, label_column, smoke, earlier)
     arms = arms_of(what)

@@ -151,10 +151,10 @@ def _seconds(call: Call) -> float:
 def keep_freed_memory() -> None:
     """Make the allocator of glibc keep freed memory. Peak memory cannot be measured in such a process.
 
-    Otherwise a large tensor gets new or reused pages depending on the calls before it, and on a CPU that affects the
-    time of every model more than the arithmetic does.
+    Otherwise a large tensor may get new pages, which the system clears: a training step takes up to 1.2 times as long,
+    and times depend on the calls before.
     """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from .analysis.command import visualize_command
-from .benchmarking import benchmark_command
+from .benchmarking import benchmark_command, keep_freed_memory
 from .conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
 from .conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
 from .data.classes import chooses_a_class
@@ -238,6 +238,7 @@ def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
 def main() -> None:
     """Run the command line. Errors are printed as one line, without a traceback."""
     no_bars_in_logs()
+    keep_freed_memory()
     with reported("aft-hf"):
         app(prog_name="aft-hf")
 

@@ -377,7 +377,9 @@ class AFTModel(AFTPreTrainedModel):
         self, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
         hidden_states, grid_size = self.embeddings(pixel_values)
-        hidden_states = self._run_layers(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+        for layer in self.layers:  # not in a function, whose caller would keep the embeddings in memory
+            hidden_states = layer(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+        hidden_states = self.layernorm(hidden_states)
         pooled = hidden_states[:, 0] if self.pools_cls_token else hidden_states[:, self.num_cls_tokens :].mean(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
@@ -390,8 +392,8 @@ class AFTModel(AFTPreTrainedModel):
         use_cache: bool | None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        inputs_embeds = self._embed(input_ids, inputs_embeds)
-        size = inputs_embeds.shape[:2]
+        hidden_states = self._embed(input_ids, inputs_embeds)
+        size = hidden_states.shape[:2]
         _check_cache(cache, kwargs.get("encoder_hidden_states"))
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         documents = state = padding_mask = None
@@ -408,8 +410,10 @@ class AFTModel(AFTPreTrainedModel):
             state.check_batch_size(size[0])
         if not pairwise:
             attention_mask = padding_mask = _mask_of_new_tokens(attention_mask, size[0], size[1], cache)
-        hidden_states = self.embeddings(inputs_embeds, padding_mask, state, documents)
-        hidden_states = self._run_layers(hidden_states, attention_mask, cache=cache, documents=documents, **kwargs)
+        hidden_states = self.embeddings(hidden_states, padding_mask, state, documents)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, cache=cache, documents=documents, **kwargs)
+        hidden_states = self.layernorm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -454,13 +458,6 @@ class AFTModel(AFTPreTrainedModel):
         size = self.config.vocab_size
         if lowest < 0 or highest >= size:
             raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {lowest} .. {highest}")
-
-    def _run_layers(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
-    ) -> torch.Tensor:
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, **kwargs)
-        return self.layernorm(hidden_states)
 
     def position_bias_entropy(self) -> torch.Tensor | None:
         """Return the sum of the entropies of `conv` layers (Eq. 9, nats); None if its weight in the loss is 0."""

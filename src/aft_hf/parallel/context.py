@@ -132,8 +132,9 @@ class ContextParallelism:
         if use_cache and cache is None and shard.documents is None:
             cache = model.new_cache()
         hidden_states = model.embeddings(inputs_embeds, documents=shard)
-        hidden_states = model._run_layers(hidden_states, None, cache=cache, documents=shard, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+        for layer in model.layers:
+            hidden_states = layer(hidden_states, cache=cache, documents=shard, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=model.layernorm(hidden_states), cache=cache)
 
     @_replaces(modeling_aft.AFTModel, "_forward_image")
     def forward_image(
@@ -142,7 +143,9 @@ class ContextParallelism:
         """Compute the hidden states of rows of images, and the mean over the whole images."""
         self.images = shard = self.shard_images(model, pixel_values, attention_mask)
         hidden_states, grid_size = model.embeddings(pixel_values)
-        hidden_states = model._run_layers(hidden_states, None, grid_size=grid_size, documents=shard, **kwargs)
+        for layer in model.layers:
+            hidden_states = layer(hidden_states, grid_size=grid_size, documents=shard, **kwargs)
+        hidden_states = model.layernorm(hidden_states)
         pooled = average_over(self.group, hidden_states.mean(1) * shard.share)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
