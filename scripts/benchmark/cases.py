@@ -36,6 +36,7 @@ TABLE: list[tuple[Images | Text, int]] = [
     (Text("local", 16_384), 1),
 ]
 DECODING = Text("local", 4096)  # tokens in the cache
+DECODED = 64  # tokens of a call: as in generation, a model finds its weights in the caches of the CPU
 # The points of the pictures: two blocks of a model.
 GROWTH: list[Images | Text] = [
     *(Text(name, 1024 * 2**i, 2) for name in ("local", "alibi") for i in range(5)),
@@ -76,7 +77,7 @@ class Case:
         """Build a model and a call of it."""
         torch.manual_seed(0)
         decodes = self.task == "decoding"
-        sizes = replace(self.model, length=self.model.length + 128) if decodes else self.model  # type: ignore[call-arg]
+        sizes = replace(self.model, length=self.model.length + 16 * DECODED) if decodes else self.model  # type: ignore[call-arg]
         if candidate == "peer":
             model = sizes.peer()
         else:
@@ -115,7 +116,7 @@ def _peak(case: Case, candidate: str) -> int:
 
 @torch.inference_mode()
 def decoding(model: PreTrainedModel, context: int) -> Call:
-    """A call that reads one more token after `context` tokens. Attention gets random keys and values."""
+    """A call that decodes `DECODED` tokens after `context` tokens. Attention gets random keys and values."""
     first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     cache = model(first, use_cache=True).cache
     if isinstance(cache, DynamicCache):
@@ -125,7 +126,13 @@ def decoding(model: PreTrainedModel, context: int) -> Call:
     else:
         for piece in torch.randint(256, (1, context - 1), device=model.device).split(1024, 1):
             cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
-    return torch.inference_mode()(lambda: model(first, cache=cache, use_cache=True))
+
+    @torch.inference_mode()
+    def call() -> None:
+        for _ in range(DECODED):
+            model(first, cache=cache, use_cache=True)
+
+    return call
 
 
 def all_cases() -> Iterator[Case]:

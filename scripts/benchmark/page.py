@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aft_hf.analysis.pictures import CURVES, INK, new_figure, save, styled
 from aft_hf.data.atomic_files import write_atomic
 
-from .cases import DECODING, GROWTH, TABLE, Case
+from .cases import DECODED, DECODING, GROWTH, TABLE, Case
 from .models import Images, Text
 
 
@@ -58,7 +58,7 @@ def table(records: list[dict[str, Any]]) -> str:
         if any(of.values()):
             lines.append(_line(model.name, model.peer_name, *(_speed(of[each]) for each in COLUMNS), *memory))
     of_decoding = [found.get(Case("table", DECODING, "decoding", bf16, 1).name) for bf16 in (False, True)]
-    name = f"{DECODING.name.partition(',')[0]}, one token after {DECODING.length:,}"
+    name = f"{DECODING.name.partition(',')[0]}, {DECODED} tokens after {DECODING.length:,}"
     if any(of_decoding):
         lines.append(_line(name, DECODING.peer_name, *map(_speed, of_decoding), *["-"] * 4))
     notes = [_conditions(part, records) for part in ("table", "growth")]
