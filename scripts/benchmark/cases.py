@@ -70,16 +70,20 @@ class Case:
     @property
     def candidates(self) -> list[str]:
         """The names of the models that take turns."""
+        # On a CPU, SDPA can take longer than eager attention, whose memory is quadratic in the length.
+        eager = self.part == "table" and (self.bf16 or self.task == "decoding")
+        eager = eager and getattr(self.model, "length", 0) <= 4096
         limit = ["limit"] if self.part == "table" and self.task != "decoding" else []
-        return ["ours", "peer", *limit, *(["portable"] if ON_GPU else [])]
+        return ["ours", "peer", *["eager"] * eager, *limit, *(["portable"] if ON_GPU else [])]
 
     def call(self, candidate: str) -> Call:
         """Build a model and a call of it."""
         torch.manual_seed(0)
         decodes = self.task == "decoding"
         sizes = replace(self.model, length=self.model.length + 16 * DECODED) if decodes else self.model  # type: ignore[call-arg]
-        if candidate == "peer":
+        if candidate in ("peer", "eager"):
             model = sizes.peer()
+            model.set_attn_implementation("eager" if candidate == "eager" else "sdpa")
         else:
             model = sizes.aft("portable" if candidate == "portable" else "auto")
             model = without_mixing(model) if candidate == "limit" else model
@@ -96,7 +100,7 @@ class Case:
         calls = {candidate: self.call(candidate) for candidate in self.candidates}
         seconds = take_turns(calls, turns)
         del calls
-        names = [name for name in self.candidates if name != "limit" and self.task != "decoding"]
+        names = [name for name in self.candidates if name not in ("limit", "eager") and self.task != "decoding"]
         ratios = {name: statistics.median(b / a for a, b in zip(seconds["ours"], seconds[name])) for name in seconds}
         return self.key() | {
             "seconds": {name: float(f"{statistics.median(taken):.4g}") for name, taken in seconds.items()},

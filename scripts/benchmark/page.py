@@ -83,8 +83,9 @@ def _line(*cells: str) -> str:
 def _speed(record: Record | None) -> str:
     if record is None:
         return "-"
-    limit = record["ratio"].get("limit")
-    return f"{record['ratio']['peer']:.2f}" + ("" if limit is None else f" ({limit:.2f})")
+    ratio = record["ratio"]
+    peer = min(ratio[each] for each in ("peer", "eager") if each in ratio)
+    return f"{peer:.2f}" + (f" ({ratio['limit']:.2f})" if "limit" in ratio else "")
 
 
 def _memory(record: Record | None) -> str:

@@ -9,7 +9,7 @@ from scripts.benchmark import __main__ as command
 from scripts.benchmark import cases as module
 from scripts.benchmark.cases import GROWTH, TABLE, Case, all_cases
 from scripts.benchmark.models import Images, Text, without_mixing
-from scripts.benchmark.page import BEGIN, END, read_records
+from scripts.benchmark.page import BEGIN, END, _speed, read_records
 
 
 TINY = Text("local", 48, 1, 64)
@@ -34,14 +34,25 @@ def test_every_case_has_a_name_of_its_own_and_the_table_at_most_twelve_rows():
     assert {case.model for case in cases if case.part == "growth"} == set(GROWTH)
 
 
-@pytest.mark.parametrize(("task", "bf16"), [("inference", True), ("training", False), ("decoding", False)])
-def test_a_record_compares_our_model_with_its_peer_and_its_limit(quick, task, bf16):
+@pytest.mark.parametrize(
+    ("task", "bf16", "others"),
+    [
+        ("inference", True, {"peer", "eager", "limit"}),
+        ("training", False, {"peer", "limit"}),
+        ("decoding", False, {"peer", "eager"}),
+    ],
+)
+def test_a_record_compares_our_model_with_its_peer_and_its_limit(quick, task, bf16, others):
     case = Case("table", TINY, task, bf16, 1)
     record = case.measure(turns=1)
-    others = {"peer"} if task == "decoding" else {"peer", "limit"}
     assert set(record["ratio"]) == others and set(record["seconds"]) == others | {"ours"}
     assert record["bytes"] == ({} if task == "decoding" else {"ours": 3, "peer": 6})
     assert case.key().items() <= record.items() and json.loads(json.dumps(record)) == record
+
+
+def test_the_peer_with_the_faster_attention_counts():
+    record = made_up(Case("table", TINY, "training", True, 1), ratio={"peer": 1.5, "eager": 1.2, "limit": 0.9})
+    assert _speed(record) == "1.20 (0.90)"
 
 
 @pytest.mark.parametrize("model", [TINY, Images("tiny", "conv", 11, 32), Images("tiny", "full")], ids=lambda x: x.name)
