@@ -12,8 +12,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from aft_hf import AFTConfig, AFTForImageClassification
-from aft_hf.cli import app
+from aft_hf import AFTConfig, AFTForImageClassification, cli
 from aft_hf.conversion import REPORT_NAME
 
 
@@ -53,7 +52,7 @@ def test_convert_writes_a_model_of_another_size_fitted_to_pictures_and_says_what
     assert AFTConfig.from_pretrained(tmp_path / "aft").grid_size == (4, 6)
 
 
-COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
+COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "transformers"])
@@ -76,6 +75,14 @@ def test_train_prints_the_resolved_recipe_or_the_meaning_of_all_keys_and_trains_
     message = "aft-hf: unknown key optimizer.learning_rat; did you mean optimizer.learning_rate?\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("command", "keeps"), [("evaluate", True), ("transformers", False)])
+def test_all_commands_but_a_server_keep_freed_memory(command, keeps, monkeypatch, aft_hf):
+    calls = []
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: calls.append(command))
+    assert aft_hf(command, "--help").returncode == 0
+    assert calls == [command] * keeps
 
 
 def test_new_weights_depend_on_the_seed_alone(vit, tmp_path, aft_hf):

@@ -151,8 +151,7 @@ def _seconds(call: Call) -> float:
 def keep_freed_memory() -> None:
     """Make the allocator of glibc keep freed memory. Peak memory cannot be measured in such a process.
 
-    Otherwise a large tensor may get new pages, which the system clears: a training step takes up to 1.2 times as long,
-    and times depend on the calls before.
+    Otherwise large tensors may get new pages, which the system clears: a training step takes up to 1.2 times as long.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-1, -1)  # M_TRIM_THRESHOLD

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -238,7 +239,8 @@ def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
 def main() -> None:
     """Run the command line. Errors are printed as one line, without a traceback."""
     no_bars_in_logs()
-    keep_freed_memory()
+    if sys.argv[1:2] != ["transformers"]:  # the requests of a server differ in size: kept memory would fragment
+        keep_freed_memory()
     with reported("aft-hf"):
         app(prog_name="aft-hf")
 
