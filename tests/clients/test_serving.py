@@ -33,7 +33,7 @@ def continuation(saved, tokenizer, prompt: str) -> str:
 
 
 def streamed(text: str) -> str:
-    """Return what the server streams of a text: it keeps back a last character of which bytes are missing."""
+    """Return what the server streams of a decoded text: all but an incomplete last character."""
     return text.removesuffix("\N{REPLACEMENT CHARACTER}")
 
 
