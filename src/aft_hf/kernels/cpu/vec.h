@@ -156,6 +156,15 @@ static inline void store(bf16* p, vf x, int count) {
   store(all, x);
   _mm256_mask_storeu_epi16(p, __mmask16((1u << count) - 1), _mm256_loadu_si256((const __m256i*)all));
 }
+#elif defined(__AVX2__)
+static inline __m256i first_lanes(int count) { return (__m256i)(vi{0, 1, 2, 3, 4, 5, 6, 7} < vi{} + count); }
+static inline vf load(const float* p, int count) {
+  return count == VL ? load(p) : (vf)_mm256_maskload_ps(p, first_lanes(count));
+}
+static inline void store(float* p, vf x, int count) {
+  if (count == VL) return store(p, x);
+  _mm256_maskstore_ps(p, first_lanes(count), (__m256)x);
+}
 #endif
 
 static inline float to_float(float x) { return x; }
