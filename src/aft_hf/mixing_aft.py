@@ -290,9 +290,8 @@ class Mixing:
 # The namespace of the operators of an installed aft-hf, which `aft_hf.kernels.operators` describes.
 OPERATORS = "aft_hf_v1"
 
-# Maximum number of entries of the table of a grid, of all heads. A direct convolution with s x s taps takes less time
-# than a table if s * s * (d / h) is at most this many times T.
-LARGEST_TABLE, CONVOLUTION_COST = 2**24, 6
+# Maximum number of entries of the table of a grid, of all heads, where there is no operator for grids.
+LARGEST_TABLE = 2**24
 
 # The (operator, type of device) that have been found.
 _found: set[tuple[str, str]] = set()
@@ -342,10 +341,8 @@ def _operators_for(problem: Mixing) -> Iterator[str]:
     if problem.documents is not None:
         return
     if isinstance(biases, GridKernel):
+        yield "grid"
         is_small = problem.num_heads * length**2 <= LARGEST_TABLE
-        cost = biases.kernels[0].numel() * problem.value.shape[2] // problem.num_heads
-        if not is_small or cost <= CONVOLUTION_COST * length:
-            yield "grid"
     elif isinstance(biases, (Window, LagKernel)):
         is_small = is_short(biases.reach, length)
     else:

@@ -3,10 +3,10 @@
 //   Y_q = sum_p exp(K_p + w(p - q)) V_p / sum_p exp(K_p + w(p - q)),    times sigmoid(Q_q)
 //
 // where q and p are positions on a grid, w is a kernel of `kernel_rows` x `kernel_columns` offsets around 0, and outside
-// of the kernel w = 0, or keys are hidden. Vectors run over features; each lane has the kernel of its head. Positions
-// in the kernel are a direct convolution with exp(w). Positions outside are sums of rows and of parts of rows: nothing
-// is subtracted, so nothing cancels. With a and b the gradients of both sums, as images, the sums of the backward pass
-// are the transposed convolution.
+// of the kernel w = 0, or keys are hidden. Vectors run over keys or features; each lane has the kernel of its head. The
+// denominators are computed once for all features that share a key. Positions in the kernel are a direct convolution
+// with exp(w). Positions outside are sums of rows and of parts of rows: nothing is subtracted, so nothing cancels. With
+// a and b the gradients of both sums, as images, the sums of the backward pass are the transposed convolution.
 //
 // Every query sees the largest key, so exp(K) takes its exponent for all. Where a denominator is nevertheless too small
 // to be exact, since that key is hidden or its w is very negative, the query is computed again with its own exponent.
@@ -19,195 +19,220 @@
 namespace aft {
 namespace {
 
-// Calls use(size, first) for tiles of 0 .. count - 1, with sizes that are known at compile time.
-template <class Use>
-void for_tiles(int64_t count, const Use& use) {
-  int64_t i = 0;
-  for (; i + 7 <= count; i += 7) use(std::integral_constant<int, 7>(), i);
-  for (; i + 3 <= count; i += 3) use(std::integral_constant<int, 3>(), i);
-  for (; i < count; ++i) use(std::integral_constant<int, 1>(), i);
+typedef std::vector<vf> Vectors;
+
+constexpr int MOST = 14;  // sums in registers
+
+// Calls use(size, first) for tiles of about equal size of 0 .. count - 1, with sizes that are known at compile time.
+template <int SIZE = MOST, class Use>
+void for_tile(int64_t size, int64_t first, const Use& use) {
+  if (size == SIZE) return use(std::integral_constant<int, SIZE>(), first);
+  if constexpr (SIZE > 1) for_tile<SIZE - 1>(size, first, use);
 }
 
-// The kernels of one vector of features.
-struct Kernel {
-  Kernel(const GridProblem& p, int64_t feature)
-      : first(feature), count(int(std::min<int64_t>(VL, p.width - first))), weights(p.taps()), m(weights), n(weights) {
-    for (int lane = 0; lane < count; ++lane) head[lane] = (first + lane) / (p.features());
+template <class Use>
+void for_tiles(int64_t count, const Use& use) {
+  const int64_t tiles = (count + MOST - 1) / MOST;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t first = count * i / tiles;
+    for_tile(count * (i + 1) / tiles - first, first, use);
+  }
+}
+
+// A vector of features, and the lane of the key of each.
+struct Features {
+  vf of_keys(vf keys) const { return permuted(keys, lanes); }
+
+  int64_t first;
+  int count;
+  vi lanes = {};
+};
+
+// A vector of keys, the vectors of features that use them, and their kernels.
+struct Group {
+  Group(const GridProblem& p, int64_t first_key, int keys) : first(first_key), count(keys), weights(p.taps()), m(weights), n(weights) {
+    const int64_t of_key = p.width / p.key_width, begin = first * of_key, end = (first + count) * of_key;
+    for (int64_t f = begin; f < end; f += VL) {
+      features.push_back({f, int(std::min<int64_t>(VL, end - f))});
+      for (int lane = 0; lane < features.back().count; ++lane) features.back().lanes[lane] = int((f + lane) / of_key - first);
+    }
     vf most = p.hides_outside ? splat(NEVER) : vf{};
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
       vf w = {};
-      for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head[lane] * p.taps() + tap];
+      for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head(p, lane) * p.taps() + tap];
       const Scaled e = split_exp(w);
       m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights[tap] = scaled(m[tap], n[tap] - most);
     outside = p.hides_outside ? vf{} : scaled(splat(1.0f), -most);
-    flipped.assign(weights.rbegin(), weights.rend());
   }
 
-  const int64_t first;  // feature
-  const int count;
-  int64_t head[VL] = {};                // of each feature
-  vf outside;                           // exp(0), and exp(w), divided by one power of two for all
-  std::vector<vf> weights, m, n;        // exp(w) = m 2^n
-  std::vector<vf> flipped;              // the weights in reverse order
+  int64_t head(const GridProblem& p, int lane) const { return (first + lane) * p.heads / p.key_width; }
+
+  int64_t first;  // key
+  int count;
+  Vectors weights, m, n;  // exp(w) divided by one power of two for all; exp(w) = m 2^n
+  vf outside;             // exp(0), divided by the same
+  std::vector<Features> features;
 };
 
-// Two images of which weighted sums are needed, with zeros beside them.
-struct Images {
-  std::vector<vf> x, y;
-};
-
-// One vector of features after the other, in the memory of one thread.
+// One group after the other, in the memory of one thread. An image has zeros beside it.
 template <class S>
 class Task {
  public:
   Task(const GridProblem& problem, bool backward)
-      : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1),
-        m_(p.length), n_(m_), v_(m_), beside_x_(m_), beside_y_(m_), row_x_(p.rows), row_y_(p.rows) {
-    make(keys_);
-    if (!backward) return;
-    make(queries_);
-    dkey_.resize(p.length), dvalue_.resize(p.length);
+      : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1), m_(p.length), n_(m_), v_(m_),
+        denominators_(m_), numerators_(m_), beside_(m_), rows_(p.rows), weights_(p.taps()), e_(p.rows * stride_ + 2), ev_(e_) {
+    if (backward) a_ = b_ = e_, dkey_ = dvalue_ = m_;
   }
 
-  void forward(int64_t batch, const Kernel& kernel) {
-    begin(batch, kernel);
-    products();
-    sums(keys_, kernel.weights, [&](int64_t query, vf numerator, vf denominator) {
-      if (any(denominator < SMALLEST)) numerator = all_sums(query).average(), denominator = splat(1.0f);
-      if (p.query)  // 1 / sigmoid(q)
-        denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, p.query_batch, p.query_row, query)));
-      write(p.output, query, numerator / denominator);
-    });
-  }
-
-  // Adds to `dkernel`, (taps), and, if there is one key per head, to `key_gradient`, (T, heads), from `first_head` on.
-  void backward(int64_t batch, const Kernel& kernel, vf* dkernel, float* key_gradient, int64_t first_head, int64_t heads) {
-    begin(batch, kernel);
-    dkernel_ = dkernel;
-    set_center();
-    products();
-    std::fill(dkey_.begin(), dkey_.end(), vf{}), std::fill(dvalue_.begin(), dvalue_.end(), vf{});
-    sums(keys_, kernel.weights, [&](int64_t query, vf numerator, vf denominator) {
-      vf a = {}, b = {};
-      if (any(denominator < SMALLEST)) {
-        add_careful_gradients(query);
-      } else {
-        const vf average = numerator / denominator;
-        a = gradient_of_average(query, average + center_) / denominator, b = -a * average;
+  void forward(int64_t batch, const Group& group) {
+    begin(batch, group);
+    for (const Features& features : group.features) {
+      read_values(features);
+      multiply(vf{});
+      convolve(ev_, weights_, features.of_keys(group.outside), numerators_);
+      for (int64_t query = 0; query < p.length; ++query) {
+        vf numerator = numerators_[query], denominator = features.of_keys(denominators_[query]);
+        if (any(denominator < SMALLEST)) numerator = all_sums(query).average(), denominator = splat(1.0f);
+        if (p.query)  // 1 / sigmoid(q)
+          denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, p.query_batch, p.query_row, query)));
+        write(p.output, query, numerator / denominator);
       }
-      queries_.x[at(query)] = a, queries_.y[at(query)] = b;
-    });
-    sums(queries_, kernel.flipped, [&](int64_t key, vf a, vf b) {
-      const vf weight = keys_.y[at(key)], of_key = dkey_[key] + weight * (a * (v_[key] - center_) + b);
-      write(p.value_gradient, key, dvalue_[key] + weight * a);
-      if (!p.key_per_head()) return write(p.key_gradient, key, of_key);
-      for (int lane = 0; lane < kernel.count; ++lane)
-        key_gradient[key * heads + kernel.head[lane] - first_head] += of_key[lane];
-    });
-    for (int64_t row = 0; row < p.kernel_rows && dkernel; ++row)
-      for_tiles(p.kernel_columns, [&](auto size, int64_t column) { add_gradients_of_taps<size>(row, column); });
+    }
+  }
+
+  // Adds the gradients of w to `dkernel`, (1 + vectors of features, taps), unless it is null.
+  void backward(int64_t batch, const Group& group, vf* dkernel) {
+    begin(batch, group);
+    std::fill(b_.begin(), b_.end(), vf{}), std::fill(dkey_.begin(), dkey_.end(), vf{});
+    for (const Features& features : group.features) {
+      dkernel_ = dkernel ? dkernel + (1 + (&features - group.features.data())) * p.taps() : nullptr;
+      read_values(features);
+      set_center();
+      multiply(center_);
+      convolve(ev_, weights_, features.of_keys(group.outside), numerators_);
+      std::fill(dvalue_.begin(), dvalue_.end(), vf{});
+      for (int64_t query = 0; query < p.length; ++query) {
+        const vf denominator = features.of_keys(denominators_[query]);
+        vf a = {};
+        if (any(denominator < SMALLEST)) {
+          add_careful_gradients(query);
+        } else {
+          const vf average = numerators_[query] / denominator;
+          a = gradient_of_average(query, average + center_) / denominator;
+          add_to_keys(b_[at(query)], -a * average);
+        }
+        a_[at(query)] = a;
+      }
+      if (dkernel_) add_gradients_of_taps(a_, ev_, weights_, dkernel_);
+      std::reverse(weights_.begin(), weights_.end());
+      convolve(a_, weights_, features.of_keys(group.outside), numerators_);
+      for (int64_t key = 0; key < p.length; ++key) {
+        const vf of_value = features.of_keys(e_[at(key)]) * numerators_[key];
+        write(p.value_gradient, key, dvalue_[key] + of_value);
+        add_to_keys(dkey_[key], of_value * (v_[key] - center_));
+      }
+    }
+    if (dkernel) add_gradients_of_taps(b_, e_, group.weights, dkernel);
+    weights_.assign(group.weights.rbegin(), group.weights.rend());
+    convolve(b_, weights_, group.outside, numerators_);
+    for (int64_t key = 0; key < p.length; ++key)
+      store((S*)p.key_gradient + (batch_ * p.length + key) * p.key_width + group.first,
+            dkey_[key] + e_[at(key)] * numerators_[key], group.count);
   }
 
  private:
   int64_t at(int64_t row, int64_t column) const { return row * stride_ + reach_ + 1 + column; }
   int64_t at(int64_t position) const { return at(position / p.columns, position % p.columns); }
 
-  void make(Images& images) const { images.x.assign(p.rows * stride_ + 2, vf{}), images.y = images.x; }
-
   vf read(const void* x, int64_t batch_stride, int64_t row_stride, int64_t position) const {
-    const S* from = (const S*)x + batch_ * batch_stride + position * row_stride + kernel_->first;
+    const S* from = (const S*)x + batch_ * batch_stride + position * row_stride + features_->first;
     __builtin_prefetch(from + AHEAD * row_stride);
-    return load(from, kernel_->count);
+    return load(from, features_->count);
   }
   void write(void* x, int64_t position, vf y) const {
-    store((S*)x + (batch_ * p.length + position) * p.width + kernel_->first, y, kernel_->count);
+    store((S*)x + (batch_ * p.length + position) * p.width + features_->first, y, features_->count);
   }
 
-  // Reads keys and values.
-  void begin(int64_t batch, const Kernel& kernel) {
-    batch_ = batch, kernel_ = &kernel;
-    top_ = splat(NEVER), center_ = vf{};
+  // Reads keys, and computes their denominators.
+  void begin(int64_t batch, const Group& group) {
+    batch_ = batch, group_ = &group;
+    const S* keys = (const S*)p.key + batch * p.key_batch + group.first;
+    vf top = splat(NEVER);
     for (int64_t i = 0; i < p.length; ++i) {
-      vf key = {};
-      if (!p.key_per_head())
-        key = read(p.key, p.key_batch, p.key_row, i);
-      else
-        for (int lane = 0; lane < kernel.count; ++lane)
-          key[lane] = to_float(((const S*)p.key)[batch * p.key_batch + i * p.key_row + kernel.head[lane]]);
-      const Scaled e = split_exp(key);
-      m_[i] = e.m, n_[i] = e.n, top_ = max(e.n, top_);
-      v_[i] = e.m == 0.0f ? vf{} : read(p.value, p.value_batch, p.value_row, i);  // hidden values may be NaN
+      const Scaled e = split_exp(load(keys + i * p.key_row, group.count));
+      m_[i] = e.m, n_[i] = e.n, top = max(e.n, top);
     }
+    for (int64_t i = 0; i < p.length; ++i) e_[at(i)] = scaled(m_[i], n_[i] - top);
+    convolve(e_, group.weights, group.outside, denominators_);
   }
 
-  // The center from which values count in the backward pass, where terms cancel otherwise: the mean of the values that
-  // are finite, so that nothing spreads to queries that do not see it.
+  void read_values(const Features& features) {
+    features_ = &features, center_ = vf{};
+    for (int64_t i = 0; i < p.length; ++i) {
+      const vf value = read(p.value, p.value_batch, p.value_row, i);
+      v_[i] = features.of_keys(m_[i]) == 0.0f ? vf{} : value;  // hidden values may be NaN
+    }
+    for (int64_t tap = 0; tap < p.taps(); ++tap) weights_[tap] = features.of_keys(group_->weights[tap]);
+  }
+
+  // Sets the center from which values count in the backward pass, where terms cancel otherwise: the mean of the values
+  // that are finite, so that nothing spreads to queries that do not see it.
   void set_center() {
     for (vf value : v_) center_ += value - value == 0.0f ? value : vf{};
     center_ /= float(p.length);
   }
 
-  // Sets x to exp(K) V and y to exp(K), divided by 2^top.
-  void products() {
-    for (int64_t i = 0; i < p.length; ++i) {
-      const vf weight = scaled(m_[i], n_[i] - top_);
-      keys_.x[at(i)] = weight * (v_[i] - center_), keys_.y[at(i)] = weight;
-    }
+  void multiply(vf center) {
+    for (int64_t i = 0; i < p.length; ++i) ev_[at(i)] = features_->of_keys(e_[at(i)]) * (v_[i] - center);
   }
 
-  // Calls emit(position, sum of w x, sum of w y) for all positions.
-  template <class Emit>
-  void sums(const Images& images, const std::vector<vf>& kernel, const Emit& emit) {
-    if (!p.hides_outside) sum_outside(images.x, beside_x_, row_x_), sum_outside(images.y, beside_y_, row_y_);
+  // Sums vectors of features that share a key.
+  void add_to_keys(vf& keys, vf x) const {
+    if (!p.key_per_head()) return (void)(keys += x);
+    for (int lane = 0; lane < features_->count; ++lane) keys[features_->lanes[lane]] += x[lane];
+  }
+
+  // The weighted sums of an image for all positions.
+  void convolve(const Vectors& image, const Vectors& kernel, vf of_outside, Vectors& sums) {
+    if (!p.hides_outside) sum_outside(image);
     const int64_t reach = p.kernel_rows / 2;
     for (int64_t row = 0; row < p.rows; ++row) {
       const int64_t first = std::max<int64_t>(0, row - reach), last = std::min(p.rows - 1, row + reach);
-      vf x = {}, y = {};  // of the rows outside of the kernel
+      vf rows = {};  // outside of the kernel
       for (int64_t r = 0; r < p.rows && !p.hides_outside; ++r)
-        if (r < first || r > last) x += row_x_[r], y += row_y_[r];
+        if (r < first || r > last) rows += rows_[r];
       for_tiles(p.columns, [&](auto size, int64_t column) {
-        tile<size>(images, kernel, row, column, first, last, x, y, emit);
+        constexpr int Q = size;
+        vf x[Q];
+        for (int u = 0; u < Q; ++u) x[u] = rows;
+        for (int64_t r = first; r <= last && !p.hides_outside; ++r)
+          for (int u = 0; u < Q; ++u) x[u] += beside_[r * p.columns + column + u];
+        for (int u = 0; u < Q; ++u) x[u] *= of_outside;
+        for (int64_t r = first; r <= last; ++r) {
+          const vf *weights = &kernel[(r - row + reach) * p.kernel_columns], *xs = &image[at(r, column - reach_)];
+          for (int64_t i = 0; i < p.kernel_columns; ++i, ++xs)
+#pragma GCC unroll 16
+            for (int u = 0; u < Q; ++u) x[u] += weights[i] * xs[u];
+        }
+        for (int u = 0; u < Q; ++u) sums[row * p.columns + column + u] = x[u];
       });
     }
   }
 
   // The sums over the columns outside of the kernel, for each position of a row, and over whole rows.
-  void sum_outside(const std::vector<vf>& image, std::vector<vf>& beside, std::vector<vf>& rows) const {
+  void sum_outside(const Vectors& image) {
     for (int64_t row = 0; row < p.rows; ++row) {
       vf left = {}, right = {}, all = {};
       for (int64_t column = 0; column < p.columns; ++column) {
-        beside[row * p.columns + column] = left += image[at(row, column - reach_ - 1)];
+        beside_[row * p.columns + column] = left += image[at(row, column - reach_ - 1)];
         all += image[at(row, column)];
       }
       for (int64_t column = p.columns - 1; column >= 0; --column)
-        beside[row * p.columns + column] += right += image[at(row, column + reach_ + 1)];
-      rows[row] = all;
+        beside_[row * p.columns + column] += right += image[at(row, column + reach_ + 1)];
+      rows_[row] = all;
     }
-  }
-
-  template <int Q, class Emit>
-  void tile(const Images& images, const std::vector<vf>& kernel, int64_t row, int64_t column, int64_t first,
-            int64_t last, vf rows_x, vf rows_y, const Emit& emit) const {
-    vf x[Q], y[Q];
-    for (int u = 0; u < Q; ++u) x[u] = rows_x, y[u] = rows_y;
-    for (int64_t r = first; r <= last && !p.hides_outside; ++r)
-      for (int u = 0; u < Q; ++u) {
-        const int64_t place = r * p.columns + column + u;
-        x[u] += beside_x_[place], y[u] += beside_y_[place];
-      }
-    for (int u = 0; u < Q; ++u) x[u] *= kernel_->outside, y[u] *= kernel_->outside;
-    for (int64_t r = first; r <= last; ++r) {
-      const vf* weights = &kernel[(r - row + p.kernel_rows / 2) * p.kernel_columns];
-      const vf *xs = &images.x[at(r, column - reach_)], *ys = &images.y[at(r, column - reach_)];
-      for (int64_t i = 0; i < p.kernel_columns; ++i, ++xs, ++ys) {
-        const vf w = weights[i];
-#pragma GCC unroll 8
-        for (int u = 0; u < Q; ++u) x[u] += w * xs[u], y[u] += w * ys[u];
-      }
-    }
-    for (int u = 0; u < Q; ++u) emit(row * p.columns + column + u, x[u], y[u]);
   }
 
   // ------------------------------------------------------------------------------------ queries with an own exponent
@@ -222,11 +247,10 @@ class Task {
       const int64_t tap_row = key / p.columns - row + p.kernel_rows / 2;
       const int64_t tap_column = key % p.columns - column + p.kernel_columns / 2;
       const bool inside = std::min(tap_row, tap_column) >= 0 && tap_row < p.kernel_rows && tap_column < p.kernel_columns;
-      const int64_t tap = tap_row * p.kernel_columns + tap_column;
-      if (inside)
-        visit(Scaled{m_[key] * kernel_->m[tap], n_[key] + kernel_->n[tap]}, v_[key] - center_, key, tap);
-      else if (!p.hides_outside)
-        visit(Scaled{m_[key], n_[key]}, v_[key] - center_, key, int64_t(-1));
+      const int64_t tap = inside ? tap_row * p.kernel_columns + tap_column : -1;
+      vf m = m_[key], n = n_[key];
+      if (inside) m *= group_->m[tap], n += group_->n[tap];
+      if (inside || !p.hides_outside) visit(Scaled{features_->of_keys(m), features_->of_keys(n)}, v_[key] - center_, key, tap);
     }
   }
 
@@ -241,7 +265,8 @@ class Task {
     const vf a = empty ? vf{} : gradient / sums.denominator;
     each_key(query, [&](Scaled e, vf value, int64_t key, int64_t tap) {
       const vf weight = scaled(e.m, e.n - sums.n), of_logit = weight * a * (value - average);
-      dvalue_[key] += weight * a, dkey_[key] += of_logit;
+      dvalue_[key] += weight * a;
+      add_to_keys(dkey_[key], of_logit);
       if (tap >= 0 && dkernel_) dkernel_[tap] += of_logit;
     });
   }
@@ -257,79 +282,69 @@ class Task {
     return gradient * gate;
   }
 
-  // Q neighbouring taps: the sum of exp(w) (a exp(K) V + b exp(K)) over all queries and the keys at that offset.
-  template <int Q>
-  void add_gradients_of_taps(int64_t tap_row, int64_t first) {
-    vf sums[Q] = {};
-    for (int64_t row = 0; row < p.rows; ++row) {
-      const int64_t row_of_keys = row + tap_row - p.kernel_rows / 2;
-      if (row_of_keys < 0 || row_of_keys >= p.rows) continue;
-      const int64_t query = at(row, 0), key = at(row_of_keys, first - reach_);
-      for (int64_t column = 0; column < p.columns; ++column) {
-        const vf a = queries_.x[query + column], b = queries_.y[query + column];
-        const vf *xs = &keys_.x[key + column], *ys = &keys_.y[key + column];
-#pragma GCC unroll 8
-        for (int u = 0; u < Q; ++u) sums[u] += b * ys[u] + a * xs[u];
-      }
-    }
-    for (int u = 0; u < Q; ++u) {
-      const int64_t tap = tap_row * p.kernel_columns + first + u;
-      dkernel_[tap] += sums[u] * kernel_->weights[tap];
-    }
+  // Adds to each tap the sum over all queries of exp(w) times an image of queries and the image of keys at that offset.
+  void add_gradients_of_taps(const Vectors& queries, const Vectors& keys, const Vectors& kernel, vf* dkernel) const {
+    for (int64_t tap_row = 0; tap_row < p.kernel_rows; ++tap_row)
+      for_tiles(p.kernel_columns, [&](auto size, int64_t first) {
+        constexpr int Q = size;
+        vf sums[Q] = {};
+        for (int64_t row = 0; row < p.rows; ++row) {
+          const int64_t row_of_keys = row + tap_row - p.kernel_rows / 2;
+          if (row_of_keys < 0 || row_of_keys >= p.rows) continue;
+          const vf *query = &queries[at(row, 0)], *xs = &keys[at(row_of_keys, first - reach_)];
+          for (int64_t column = 0; column < p.columns; ++column, ++xs)
+#pragma GCC unroll 16
+            for (int u = 0; u < Q; ++u) sums[u] += query[column] * xs[u];
+        }
+        for (int64_t u = 0, tap = tap_row * p.kernel_columns + first; u < Q; ++u, ++tap) dkernel[tap] += sums[u] * kernel[tap];
+      });
   }
 
   const GridProblem& p;
   const int64_t reach_, stride_;
   int64_t batch_ = 0;
-  const Kernel* kernel_ = nullptr;
+  const Group* group_ = nullptr;
+  const Features* features_ = nullptr;
   vf* dkernel_ = nullptr;
-  vf top_, center_;
-  std::vector<vf> m_, n_, v_;                                         // exp(K) = m 2^n, and V
-  std::vector<vf> beside_x_, beside_y_, row_x_, row_y_, dkey_, dvalue_;
-  Images keys_, queries_;  // exp(K) V and exp(K); a and b
+  vf center_;
+  Vectors m_, n_, v_, denominators_, numerators_;  // exp(K) = m 2^n, V, and sums
+  Vectors beside_, rows_, weights_, dkey_, dvalue_;
+  Vectors e_, ev_, a_, b_;  // images: exp(K), exp(K) V, and the gradients of both sums
 };
 
 template <class S>
 void run(const GridProblem& p, bool backward) {
-  const bool key_per_head = p.key_per_head();
-  const int64_t numbers = p.batch * p.length * p.width * p.taps(), of_head = p.features();
-  std::vector<Kernel> kernels;
-  std::vector<int64_t> groups;  // the first vector of features of each group; keys are not shared with other groups
-  for (int64_t column = 0; column * VL < p.width; ++column) {
-    kernels.emplace_back(p, column * VL);
-    if (!backward || !key_per_head || column * VL % of_head == 0) groups.push_back(column);
+  const int64_t numbers = p.batch * p.length * p.width * p.taps(), threads = num_threads(numbers);
+  const int64_t keys = std::clamp<int64_t>(p.batch * p.key_width / threads, 1, VL);  // of a group
+  std::vector<Group> groups;
+  std::vector<int64_t> first;  // vectors of gradients of w before those of a group
+  int64_t vectors = 0;
+  for (int64_t key = 0; key < p.key_width; key += keys) {
+    groups.emplace_back(p, key, int(std::min(keys, p.key_width - key)));
+    first.push_back(vectors), vectors += 1 + groups.back().features.size();
   }
-  const int64_t count = groups.size(), tasks = p.batch * count, parts = std::min(tasks, num_threads(numbers));
-  groups.push_back(kernels.size());
-  std::vector<std::vector<vf>> dkernels(p.bias_gradient ? parts : 0);
+  const int64_t count = groups.size(), tasks = p.batch * count, parts = std::min(tasks, threads);
+  std::vector<Vectors> dkernels(p.bias_gradient ? parts : 0);
   parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
     Task<S> task(p, backward);
     for (int64_t part = begin; part < end; ++part) {
-      if (p.bias_gradient) dkernels[part].resize(kernels.size() * p.taps());
+      if (p.bias_gradient) dkernels[part].resize(vectors * p.taps());
       for (int64_t i = tasks * part / parts; i < tasks * (part + 1) / parts; ++i) {
-        const int64_t batch = i / count, from = groups[i % count], to = groups[i % count + 1];
-        if (!backward) {
-          task.forward(batch, kernels[from]);
-          continue;
-        }
-        const Kernel& last = kernels[to - 1];
-        const int64_t head = kernels[from].head[0], heads = last.head[last.count - 1] + 1 - head;
-        std::vector<float> of_keys(key_per_head ? p.length * heads : 0);
-        for (int64_t j = from; j < to; ++j)
-          task.backward(batch, kernels[j], p.bias_gradient ? &dkernels[part][j * p.taps()] : nullptr, of_keys.data(),
-                        head, heads);
-        for (int64_t j = 0; j < int64_t(of_keys.size()); ++j)
-          store((S*)p.key_gradient + (batch * p.length + j / heads) * p.heads + head + j % heads, splat(of_keys[j]), 1);
+        const Group& group = groups[i % count];
+        if (backward) task.backward(i / count, group, p.bias_gradient ? &dkernels[part][first[i % count] * p.taps()] : nullptr);
+        else task.forward(i / count, group);
       }
     }
   });
-  for (const std::vector<vf>& part : dkernels)
-    for (int64_t i = 0; i < int64_t(part.size()); ++i) {
-      const Kernel& kernel = kernels[i / p.taps()];
-      for (int lane = 0; lane < kernel.count; ++lane)
-        p.bias_gradient[kernel.head[lane] * p.taps() + i % p.taps()] += part[i][lane];
-    }
+  for (const Vectors& part : dkernels)
+    for (int64_t g = 0; g < count; ++g)
+      for (int64_t i = 0; i <= int64_t(groups[g].features.size()); ++i) {  // first those of the keys
+        const Features* features = i ? &groups[g].features[i - 1] : nullptr;
+        for (int lane = 0; lane < (features ? features->count : groups[g].count); ++lane)
+          for (int64_t tap = 0, head = groups[g].head(p, features ? features->lanes[lane] : lane); tap < p.taps(); ++tap)
+            p.bias_gradient[head * p.taps() + tap] += part[(first[g] + i) * p.taps() + tap][lane];
+      }
 }
 
 template <class S>
