@@ -340,8 +340,9 @@ def _operators_for(problem: Mixing) -> Iterator[str]:
         return
     if problem.documents is not None:
         return
-    if isinstance(biases, GridKernel):
+    if isinstance(biases, GridKernel) or (isinstance(biases, LagKernel) and not biases.hides_outside):
         yield "grid"
+    if isinstance(biases, GridKernel):
         is_small = problem.num_heads * length**2 <= LARGEST_TABLE
     elif isinstance(biases, (Window, LagKernel)):
         is_small = is_short(biases.reach, length)
@@ -385,10 +386,10 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
         first = None if problem.documents is None else problem.documents.first_positions()
         return torch.ops.aft_hf_v1.causal(*given, *window_and_slopes(problem), first, biases.hides_outside)
     if name == "grid":
-        return torch.ops.aft_hf_v1.grid(*given, biases.kernels.float(), *biases.grid_size, biases.hides_outside)
-    if isinstance(biases, GridKernel):
-        return torch.ops.aft_hf_v1.table(*given, biases.by_offset(), biases.columns, False)
-    return torch.ops.aft_hf_v1.table(*given, biases.dense(problem.length), 0, problem.causal)
+        kernels, size = biases.kernels.float(), getattr(biases, "grid_size", (1, problem.length))
+        kernels = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
+        return torch.ops.aft_hf_v1.grid(*given, kernels, *size, biases.hides_outside)
+    return torch.ops.aft_hf_v1.table(*given, biases.dense(problem.length), problem.causal)
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:

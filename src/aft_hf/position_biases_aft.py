@@ -267,7 +267,12 @@ class GridKernel(PositionBias):
         return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
 
     def dense(self, length: int) -> torch.Tensor:
-        return grid_table(self.by_offset(), self.grid_size)
+        rows, columns = self.grid_size
+        # Offsets are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
+        # query are then a contiguous window, so long runs are copied.
+        by_column = self.by_offset().unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
+        windows = [by_column[..., row * columns :][..., :length] for row in reversed(range(rows))]
+        return torch.stack(windows, 1).flatten(1, 2)
 
 
 def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
@@ -275,17 +280,6 @@ def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     first, last = max(start, 0), min(start + length, x.shape[dim])
     x, padding = x.narrow(dim, first, last - first), (first - start, start + length - last)
     return x if padding == (0, 0) else nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(padding))
-
-
-def grid_table(by_offset: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Expand numbers by offset from query to key, (h, 2 rows - 1, 2 columns - 1), to a table (h, T, T)."""
-    rows, columns = grid_size
-    heads, keys = by_offset.shape[0], rows * columns
-    # The numbers are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
-    # query are then a contiguous window, so long runs are copied.
-    by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).reshape(heads, columns, -1)
-    windows = [by_column[..., row * columns :][..., :keys] for row in reversed(range(rows))]
-    return torch.stack(windows, 1).flatten(1, 2)
 
 
 __all__ = ["Dense", "GridKernel", "LagKernel", "LinearDecay", "NoBias", "PositionBias", "Window"]

@@ -185,17 +185,15 @@ static void run_grid(bool is_bf16) {
 template <class S>
 static void run_table(bool is_bf16) {
   const bool causal = generator() % 2;
-  const int64_t columns = causal ? 0 : choose({0, 0, 3, 7}), T = columns * choose({1, 5, 20}) + !columns * choose({1, 9, 150});
-  const int64_t queries = causal || columns ? T : choose({1, 7, T}), B = choose({0, 1, 2, 9}), h = choose({1, 3, 8});
-  const int64_t c = choose({1, 2, 5, 16, 17, 40}), d = h * c, key_width = choose({h, d});
-  std::vector<S> query = numbers<S>(B * queries * d, 1), key = numbers<S>(B * T * key_width, float(choose({1, 90, 10000})));
+  const int64_t T = choose({1, 9, 150}), queries = causal ? T : choose({1, 7, T}), B = choose({0, 1, 2, 9});
+  const int64_t h = choose({1, 3, 8}), d = h * choose({1, 2, 5, 16, 17, 40});
+  std::vector<S> query = numbers<S>(B * queries * d, 1), key = numbers<S>(B * T * d, float(choose({1, 90, 10000})));
   std::vector<S> value = numbers<S>(B * T * d, 1), gradient = query, output(query.size()), dquery(query.size());
   std::vector<S> dkey(key.size()), dvalue(value.size());
-  const int64_t biases = columns ? (2 * (T / columns) - 1) * (2 * columns - 1) : queries * T;
-  std::vector<float> bias = numbers<float>(h * biases, float(choose({1, 300}))), dbias(bias.size());
+  std::vector<float> bias = numbers<float>(h * queries * T, float(choose({1, 300}))), dbias(bias.size());
   aft::TableProblem p = {};
   set(p, is_bf16, queries, T, d, h, query, key, value, bias, output);
-  p.columns = columns, p.causal = causal;
+  p.causal = causal;
   aft_table(&p);
   require_finite(output, "an output of a table");
   set_gradients(p, gradient, dquery, dkey, dvalue, dbias);

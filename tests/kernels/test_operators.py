@@ -14,7 +14,6 @@ import torch
 from aft_hf.kernels import operators
 from aft_hf.kernels.build import library_path
 from aft_hf.kernels.library import load_from, runnable_variants
-from aft_hf.position_biases_aft import grid_table
 
 
 OPS = torch.ops.aft_hf_v1
@@ -85,13 +84,11 @@ class Table(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     bias: torch.Tensor
-    columns: int = 0
     causal: bool = False
 
     def table(self) -> torch.Tensor:
         """w of all pairs, (1, T, T', h), and -inf for later keys."""
-        grid_size = ((self.bias.shape[1] + 1) // 2, self.columns)
-        w = grid_table(self.bias, grid_size) if self.columns else self.bias
+        w = self.bias
         if self.causal:
             w = w.masked_fill(torch.ones(w.shape[1:], dtype=torch.bool).triu(1), -math.inf)
         return w.movedim(0, -1)[None]
@@ -135,12 +132,9 @@ def grid(batch, rows, columns, width, heads, size, *, key_per_head=True, hides_o
     return Grid(*tensors, torch.randn(heads, *size), rows, columns, hides_outside)
 
 
-def table(batch, length, width, heads, *, key_per_head=False, rows=0, causal=False, query=True) -> Table:
-    """Make a problem with a table of all pairs, on a grid with so many rows if there are any."""
-    columns = length // rows if rows else 0
+def table(batch, length, width, heads, *, key_per_head=False, causal=False, query=True) -> Table:
     tensors = [torch.randn(batch, length, n) for n in (width, heads if key_per_head else width, width)]
-    bias = torch.randn(heads, 2 * rows - 1, 2 * columns - 1) if rows else torch.randn(heads, length, length)
-    return Table(tensors[0] if query else None, *tensors[1:], bias, columns, causal)
+    return Table(tensors[0] if query else None, *tensors[1:], torch.randn(heads, length, length), causal)
 
 
 def with_gradients(function, problem: Problem, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -193,7 +187,7 @@ CAUSAL_SHAPES += [(2, 64, 64, 2, 9), (1, 65, 48, 2, 80), (1, 131, 16, 1, 33), (0
 # (B, rows, columns, d, h, kernel size)
 GRID_SHAPES = [(2, 1, 1, 8, 8, (1, 1)), (1, 3, 4, 24, 24, (3, 3)), (2, 7, 9, 20, 10, (5, 5)), (0, 3, 3, 8, 8, (3, 3))]
 GRID_SHAPES += [(1, 14, 14, 16, 16, (11, 11)), (2, 5, 8, 37, 37, (3, 15)), (1, 1, 31, 16, 4, (1, 7))]
-GRID_SHAPES += [(1, 4, 6, 48, 2, (27, 27))]
+GRID_SHAPES += [(1, 4, 6, 48, 2, (27, 27)), (3, 5, 16, 60, 20, (3, 5)), (1, 40, 1, 12, 6, (9, 1))]
 PROBLEMS = {f"{kind} {shape}": partial(causal, kind, *shape) for kind in KINDS for shape in CAUSAL_SHAPES}
 PROBLEMS |= {
     f"{kind} {shape} alone": partial(causal, kind, *shape, hides_outside=True)
@@ -217,15 +211,9 @@ TABLES = {
     "table, a head per feature": partial(table, 2, 37, 37, 37),
     "table (9, 61, 33, 1)": partial(table, 9, 61, 33, 1),
     "table, a key per head": partial(table, 2, 37, 40, 2, key_per_head=True),
-    "table of a grid, a key per head": partial(table, 5, 35, 24, 4, key_per_head=True, rows=5),
-    "table of a grid, 40 rows": partial(table, 40, 12, 12, 2, key_per_head=True, rows=3),
-    "table, rows of the batch in two parts": partial(table, 5, 12, 120, 2, key_per_head=True),
-    "table of a grid, a head per feature": partial(table, 2, 35, 24, 24, rows=5),
-    "table of a grid of one column": partial(table, 2, 31, 6, 2, rows=31),
-    "table of a grid of one row": partial(table, 2, 31, 6, 3, key_per_head=True, rows=1, query=False),
+    "table of several parts of a head": partial(table, 2, 31, 150, 2),
     "table (2, 37, 40, 1) causal": partial(table, 2, 37, 40, 1, causal=True),
     "table of several blocks": partial(table, 1, 200, 20, 2, causal=True),
-    "table of several blocks, a key per head": partial(table, 1, 200, 20, 2, key_per_head=True, causal=True),
     "table, empty batch": partial(table, 0, 37, 40, 2),
 }
 PROBLEMS |= TABLES
@@ -241,9 +229,8 @@ TYPICAL |= {
     for alone in (False, True)
     for shared in (False, True)
 }
-TYPICAL |= {name: build for name, build in TABLES.items() if "several blocks" in name or "a head per" in name}
-TYPICAL |= {name: TABLES[name] for name in ("table (9, 61, 33, 1)", "table, a key per head")}
-TYPICAL |= {name: TABLES[name] for name in ("table of a grid, a key per head", "table (2, 37, 40, 1) causal")}
+TYPICAL |= {name: build for name, build in TABLES.items() if "several" in name or "a head per" in name}
+TYPICAL |= {name: TABLES[name] for name in ("table (9, 61, 33, 1)", "table (2, 37, 40, 1) causal")}
 each = partial(pytest.mark.parametrize, "name")
 
 
@@ -438,7 +425,6 @@ def test_arguments_that_do_not_match_are_errors(variant):
         of_table._replace(query=of_table.query[..., :1]),
         of_table._replace(key=of_table.key[..., :3]),
         of_table._replace(bias=of_table.bias[..., :36]),
-        of_table._replace(columns=37),
         of_table._replace(bias=of_table.bias[:, :36], query=of_table.query[:, :36], causal=True),
     ]
     for problem in wrong:
@@ -543,7 +529,7 @@ def test_a_state_may_be_in_bfloat16_problems_too(variant):
 SMALL = {kind: partial(causal, kind, 2, 9, 4, 2, 3) for kind in KINDS}
 SMALL |= {"rows, hidden": partial(causal, "rows", 2, 9, 4, 2, 3, hides_outside=True)}
 SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 5)), "table": partial(table, 2, 7, 4, 2)}
-SMALL |= {"table of a grid": partial(table, 2, 6, 4, 2, key_per_head=True, rows=2)}
+SMALL |= {"table, a key per head": partial(table, 2, 6, 4, 2, key_per_head=True)}
 SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True)}
 
 

@@ -33,17 +33,16 @@ document, which follows the tokens that the state has seen:
     numerator, denominator, maximum: (B, h, 1, c) and twice (B, h, 1, 1 or c) float32: the sums of Eq. 2 over all
                    tokens before them, divided by exp(maximum).
 
-`grid` is for positions on a grid in raster order, T = rows * columns, of which every query sees all (AFT-conv, Eq. 6):
+`grid` is for positions on a grid in raster order, T = rows * columns, of which every query sees all (AFT-conv, Eq. 6);
+a sequence is one row:
 
     kernels:       (h, a, b) with a and b odd: entry (i, j) is w for a key i - a // 2 rows below the query and
                    j - b // 2 columns to its right. Other keys have w = 0, or are hidden (hides_outside).
 
 `table` takes a table of all pairs, and computes both sums as matrix products:
 
-    bias:          (h, T, T'); -inf hides a key from a query. On a grid, w by the offset from query to key:
-                   (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle.
-    columns:       of the grid; 0 if `bias` is a table.
-    causal:        whether a query sees only t' <= t; then T = T', and there is no grid.
+    bias:          (h, T, T'); -inf hides a key from a query.
+    causal:        whether a query sees only t' <= t; then T = T'.
 
 `band` makes the bias of `causal`, (1, T, h, s), for tokens from position `start` on, from w = u v^T (Eq. 7):
 
@@ -58,15 +57,15 @@ from typing import Any
 import torch
 
 from ..portable_aft import are_plain_tensors, join_heads, pairwise_mixing, split_heads
-from ..position_biases_aft import GridKernel, Window, grid_table, widen, working_dtype
+from ..position_biases_aft import GridKernel, Window, widen, working_dtype
 from .library import load_library
 
 
 NAMESPACE = "aft_hf_v1"
 INPUTS = "Tensor? query, Tensor key, Tensor value"
 CAUSAL = f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool hides_outside"
-GRID = f"{INPUTS}, Tensor kernels, int rows, int columns, bool hides_outside"
-TABLE = f"{INPUTS}, Tensor bias, int columns, bool causal"
+GRID = f"{INPUTS}, Tensor kernels, SymInt rows, SymInt columns, bool hides_outside"
+TABLE = f"{INPUTS}, Tensor bias, bool causal"
 STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) denominator, Tensor(e!) maximum"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
@@ -82,7 +81,7 @@ SCHEMAS = {
     "band": f"({BAND}) -> Tensor",
     "band_backward": f"(Tensor gradient, {BAND}) -> (Tensor, Tensor)",
 }
-DTYPES = (torch.float32, torch.bfloat16)  # of the kernels; operators compute others by their portable forms
+DTYPES = (torch.float32, torch.bfloat16)  # of the kernels
 
 # ------------------------------------------------------------------------------------------------------ portable forms
 
@@ -132,14 +131,10 @@ def portable_grid(
 
 
 def portable_table(
-    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, columns: int, causal: bool
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool
 ) -> torch.Tensor:
     """The operator `table` by differentiable operations."""
-    visible = None
-    if columns:
-        bias = grid_table(bias, ((bias.shape[1] + 1) // 2, columns))
-    if causal:
-        visible = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()[None, None]
+    visible = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()[None, None] if causal else None
     return _of_all_pairs(query, key, value, bias.unsqueeze(0), visible)
 
 
@@ -174,13 +169,21 @@ PORTABLE: dict[str, Callable[..., torch.Tensor]] = {
     "band": portable_band,
 }
 
+
+def is_portable(name: str, *problem: Any) -> bool:
+    """Whether the portable form computes a problem on a CPU: other dtypes, and a table with one key per head."""
+    key, value, biases = problem[1:4]
+    one_key = name == "table" and key.shape[2] != value.shape[2] and key.shape[2] == len(biases)
+    return key.dtype not in DTYPES or (one_key and not key.is_cuda)
+
+
 # ------------------------------------------------------------------------------------------------ shapes and gradients
 
 
 def _new_output(name: str, *problem: Any) -> torch.Tensor:
     """Return memory for the output of an operator."""
     value, bias = problem[2:4]
-    if name == "table" and not problem[4]:
+    if name == "table":
         return value.new_empty(value.shape[0], bias.shape[1], value.shape[2])
     return value.new_empty(value.shape)
 
@@ -215,7 +218,7 @@ def _gradients(name: str, ctx, gradient):  # type: ignore[no-untyped-def]
     """The gradients of query, key, value and biases, which are the first four arguments of an operator but `band`."""
     needed = ctx.needs_input_grad
     problem = [x if tensor is None else tensor for x, tensor in zip(ctx.inputs, ctx.saved_tensors)]
-    if torch.is_grad_enabled() or problem[1].dtype not in DTYPES or _is_batched(gradient):
+    if torch.is_grad_enabled() or is_portable(name, *problem) or _is_batched(gradient):
         with torch.enable_grad():
             wanted = [x for x, need in zip(problem, needed) if need]
             of_wanted = iter(torch.autograd.grad(PORTABLE[name](*problem), wanted, gradient, create_graph=True))
@@ -234,7 +237,7 @@ def _is_batched(x: torch.Tensor) -> bool:
 
 
 def _forward(name: str, *problem: Any) -> torch.Tensor:
-    if problem[2].dtype not in DTYPES:
+    if is_portable(name, *problem):
         return PORTABLE[name](*problem)
     sizes, output = SIZES[name](*problem), _new_output(name, *problem)
     _call(name, sizes, problem, output)
@@ -320,13 +323,10 @@ def _sizes_of_grid(query, key, value, kernels, rows, columns, hides_outside) -> 
     return sizes, [rows, columns, *size, hides_outside]
 
 
-def _sizes_of_table(query, key, value, bias, columns, causal) -> Fields:  # type: ignore[no-untyped-def]
-    keys, heads = value.shape[1], len(bias)
-    queries = keys if columns else bias.shape[1]
-    of_grid = (heads, 2 * (keys // columns) - 1, 2 * columns - 1) if columns else None
-    fits = bias.shape == (of_grid or (heads, queries, keys)) and not (causal and (columns or queries != keys))
-    fits = fits and (not columns or keys % columns == 0)
-    return _checked_sizes((query, key, value, bias, columns, causal), heads, queries, fits), [columns, causal]
+def _sizes_of_table(query, key, value, bias, causal) -> Fields:  # type: ignore[no-untyped-def]
+    heads, queries, keys = bias.shape
+    fits = keys == value.shape[1] and key.shape == value.shape and not (causal and queries != keys)
+    return _checked_sizes((query, key, value, bias, causal), heads, queries, fits), [causal]
 
 
 SIZES: dict[str, Callable[..., Fields]] = {

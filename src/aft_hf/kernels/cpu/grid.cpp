@@ -2,9 +2,9 @@
 //
 //   Y_q = sum_p exp(K_p + w(p - q)) V_p / sum_p exp(K_p + w(p - q)),    times sigmoid(Q_q)
 //
-// where q and p are positions on a grid, w is a kernel of `kernel_rows` x `kernel_columns` offsets around 0, and outside
-// of the kernel w = 0, or keys are hidden. Vectors run over keys or features; each lane has the kernel of its head. The
-// denominators are computed once for all features that share a key. Positions in the kernel are a direct convolution
+// where q and p are positions on a grid, w is a kernel of `kernel_rows` x `kernel_columns` offsets around 0, and
+// outside of the kernel w = 0, or keys are hidden. Vectors run over keys or features; each lane has its head's kernel.
+// Denominators are computed once for all features that share a key. Positions in the kernel are a direct convolution
 // with exp(w). Positions outside are sums of rows and of parts of rows: nothing is subtracted, so nothing cancels. With
 // a and b the gradients of both sums, as images, the sums of the backward pass are the transposed convolution.
 //
@@ -14,7 +14,6 @@
 
 #include <type_traits>
 #include <vector>
-
 
 namespace aft {
 namespace {
@@ -50,11 +49,12 @@ struct Features {
 
 // A vector of keys, the vectors of features that use them, and their kernels.
 struct Group {
-  Group(const GridProblem& p, int64_t first_key, int keys) : first(first_key), count(keys), weights(p.taps()), m(weights), n(weights) {
+  Group(const GridProblem& p, int64_t first_key, int keys)
+      : first(first_key), count(keys), weights(p.taps()), m(weights), n(weights) {
     const int64_t of_key = p.width / p.key_width, begin = first * of_key, end = (first + count) * of_key;
     for (int64_t f = begin; f < end; f += VL) {
-      features.push_back({f, int(std::min<int64_t>(VL, end - f))});
-      for (int lane = 0; lane < features.back().count; ++lane) features.back().lanes[lane] = int((f + lane) / of_key - first);
+      Features& next = features.emplace_back(Features{f, int(std::min<int64_t>(VL, end - f))});
+      for (int lane = 0; lane < next.count; ++lane) next.lanes[lane] = int((f + lane) / of_key - first);
     }
     vf most = p.hides_outside ? splat(NEVER) : vf{};
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
@@ -82,7 +82,8 @@ class Task {
  public:
   Task(const GridProblem& problem, bool backward)
       : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1), m_(p.length), n_(m_), v_(m_),
-        denominators_(m_), numerators_(m_), beside_(m_), rows_(p.rows), weights_(p.taps()), e_(p.rows * stride_ + 2), ev_(e_) {
+        denominators_(m_), numerators_(m_), beside_(m_), rows_(p.rows), weights_(p.taps()),
+        e_(p.rows * stride_ + 2), ev_(e_) {
     if (backward) a_ = b_ = e_, dkey_ = dvalue_ = m_;
   }
 
@@ -211,7 +212,8 @@ class Task {
           for (int u = 0; u < Q; ++u) x[u] += beside_[r * p.columns + column + u];
         for (int u = 0; u < Q; ++u) x[u] *= of_outside;
         for (int64_t r = first; r <= last; ++r) {
-          const vf *weights = &kernel[(r - row + reach) * p.kernel_columns], *xs = &image[at(r, column - reach_)];
+          const vf* weights = &kernel[(r - row + reach) * p.kernel_columns];
+          const vf* xs = &image[at(r, column - reach_)];
           for (int64_t i = 0; i < p.kernel_columns; ++i, ++xs)
 #pragma GCC unroll 16
             for (int u = 0; u < Q; ++u) x[u] += weights[i] * xs[u];
@@ -240,18 +242,17 @@ class Task {
   // Calls visit(exp(K + w), V, key, tap) for all keys that a query sees; tap is -1 outside of the kernel.
   template <class Visit>
   void each_key(int64_t query, const Visit& visit) const {
-    const int64_t row = query / p.columns, column = query % p.columns;
-    const int64_t reach = p.hides_outside ? p.kernel_rows / 2 : p.rows;  // rows of keys that the query may see
-    const int64_t first = std::max<int64_t>(0, row - reach), last = std::min(p.rows, row + reach + 1);
-    for (int64_t key = first * p.columns; key < last * p.columns; ++key) {
-      const int64_t tap_row = key / p.columns - row + p.kernel_rows / 2;
-      const int64_t tap_column = key % p.columns - column + p.kernel_columns / 2;
-      const bool inside = std::min(tap_row, tap_column) >= 0 && tap_row < p.kernel_rows && tap_column < p.kernel_columns;
-      const int64_t tap = inside ? tap_row * p.kernel_columns + tap_column : -1;
-      vf m = m_[key], n = n_[key];
-      if (inside) m *= group_->m[tap], n += group_->n[tap];
-      if (inside || !p.hides_outside) visit(Scaled{features_->of_keys(m), features_->of_keys(n)}, v_[key] - center_, key, tap);
-    }
+    const int64_t row = query / p.columns - p.kernel_rows / 2, column = query % p.columns - p.kernel_columns / 2;
+    const auto inside = [](int64_t i, int64_t count) { return i >= 0 && i < count; };
+    for (int64_t key = 0, i = -row; i < p.rows - row; ++i)
+      for (int64_t j = -column; j < p.columns - column; ++j, ++key) {
+        const bool near = inside(i, p.kernel_rows) && inside(j, p.kernel_columns);
+        const int64_t tap = near ? i * p.kernel_columns + j : -1;
+        vf m = m_[key], n = n_[key];
+        if (near) m *= group_->m[tap], n += group_->n[tap];
+        if (near || !p.hides_outside)
+          visit(Scaled{features_->of_keys(m), features_->of_keys(n)}, v_[key] - center_, key, tap);
+      }
   }
 
   Sums all_sums(int64_t query) const {
@@ -296,7 +297,8 @@ class Task {
 #pragma GCC unroll 16
             for (int u = 0; u < Q; ++u) sums[u] += query[column] * xs[u];
         }
-        for (int64_t u = 0, tap = tap_row * p.kernel_columns + first; u < Q; ++u, ++tap) dkernel[tap] += sums[u] * kernel[tap];
+        const int64_t tap = tap_row * p.kernel_columns + first;
+        for (int u = 0; u < Q; ++u) dkernel[tap + u] += sums[u] * kernel[tap + u];
       });
   }
 
@@ -332,8 +334,8 @@ void run(const GridProblem& p, bool backward) {
       if (p.bias_gradient) dkernels[part].resize(vectors * p.taps());
       for (int64_t i = tasks * part / parts; i < tasks * (part + 1) / parts; ++i) {
         const Group& group = groups[i % count];
-        if (backward) task.backward(i / count, group, p.bias_gradient ? &dkernels[part][first[i % count] * p.taps()] : nullptr);
-        else task.forward(i / count, group);
+        vf* dkernel = p.bias_gradient ? &dkernels[part][first[i % count] * p.taps()] : nullptr;
+        backward ? task.backward(i / count, group, dkernel) : task.forward(i / count, group);
       }
     }
   });
@@ -341,9 +343,11 @@ void run(const GridProblem& p, bool backward) {
     for (int64_t g = 0; g < count; ++g)
       for (int64_t i = 0; i <= int64_t(groups[g].features.size()); ++i) {  // first those of the keys
         const Features* features = i ? &groups[g].features[i - 1] : nullptr;
-        for (int lane = 0; lane < (features ? features->count : groups[g].count); ++lane)
-          for (int64_t tap = 0, head = groups[g].head(p, features ? features->lanes[lane] : lane); tap < p.taps(); ++tap)
+        for (int lane = 0; lane < (features ? features->count : groups[g].count); ++lane) {
+          const int64_t head = groups[g].head(p, features ? features->lanes[lane] : lane);
+          for (int64_t tap = 0; tap < p.taps(); ++tap)
             p.bias_gradient[head * p.taps() + tap] += part[(first[g] + i) * p.taps() + tap][lane];
+        }
       }
 }
 

@@ -5,12 +5,12 @@
 // element-wise in the features. exp(K) is kept as m 2^n (`split_exp`), and both sums are products of
 //
 //   W = exp(w - M_t)                              (queries, keys), for each head
-//   X = (E V', E),  E = exp(K) 2^-N               (keys, rows of the batch and their features), for each task
+//   X = (E V', E),  E = exp(K) 2^-N               (keys, features), for each task
 //
-// N is the largest n of a feature of a row (a power of two, so scaling is exact), M_t the largest bias of a query. A
-// task is one head, and so few rows or features that X stays in the cache. A query whose denominator is too small to be
-// exact (SMALLEST), or whose sums are not finite, is "lost": it is computed again from its own logits, with an exponent
-// of its own, for this query and one vector of features only.
+// N is the largest n of a feature (a power of two, so scaling is exact), M_t the largest bias of a query. A task is one
+// row of the batch, and so few features of a head that X stays in the cache. A query whose denominator is too small to
+// be exact (SMALLEST), or whose sums are not finite, is "lost": it is computed again from its own logits, with an
+// exponent of its own, for this query and one vector of features only.
 //
 // Queries are computed in blocks. A block of a causal problem sees the keys up to its end, and N is the largest n of
 // these keys, so later keys do not matter. V' = V - c counts from a center c in the backward pass, where terms cancel
@@ -27,9 +27,7 @@ namespace aft {
 namespace {
 
 constexpr int64_t BLOCK = 144, STEP = 24;        // queries of a causal problem
-constexpr int64_t MOST_NUMBERS = 256;            // in a row of X, if a head has one key
-constexpr int64_t LARGEST_X = 1 << 17;           // numbers, if a head has one key
-constexpr int64_t MOST_FEATURES = 2 * VL;        // of a task, otherwise
+constexpr int64_t MOST_FEATURES = 2 * VL;        // of a task
 constexpr float MARGIN = 8;                      // of N of a causal problem, so that X seldom changes
 constexpr float MOST_GROWTH = 60;                // of N in a block of BLOCK queries
 constexpr int64_t FEWEST_KEYS = 128;   // of products in bfloat16: with fewer, roundings do not average out
@@ -160,18 +158,14 @@ class WeightsOfHeads {
   void compute(int64_t first, int64_t heads) {
     parallel_for(heads * pairs_, heads * p.queries * p.length, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
-      std::vector<float> exps(p.columns ? p.biases_of_head() : 0), numbers(stride_);
+      std::vector<float> numbers(stride_);
       for (int64_t pair = begin; pair < end; ++pair) {
-        const float* biases = p.bias + (first + pair / pairs_) * p.biases_of_head();
-        if (p.columns && (pair == begin || pair % pairs_ == 0)) write_exps(biases, exps.size(), exps.data());
+        const float* biases = p.bias + (first + pair / pairs_) * p.queries * p.length;
         Number* rows = &rows_[pair * 2 * stride_];
         for (int64_t i = 0, t = pair % pairs_ * 2; i < 2; ++i, ++t) {
           float* out = PAIRS ? numbers.data() : (float*)rows + i * stride_;
           const int64_t seen = t < p.queries ? p.seen(t) : 0;
-          if (seen) p.for_each_run(p.columns ? exps.data() : biases, t, [&](int64_t key, const float* run, int64_t count) {
-            if (!p.columns) return write_exps(run, count, out);
-            for (int64_t j = 0; j < count; j += VL) store(out + key + j, load(run + j, part(count - j)), part(count - j));
-          });
+          if (seen) write_exps(biases + t * p.length, seen, out);
           std::fill(out + seen, out + stride_, 0.0f);
           for (int64_t j = 0; PAIRS && j < stride_; j += VL) store(rows + i * stride_ + j, load(out + j));
         }
@@ -201,52 +195,26 @@ class WeightsOfHeads {
 
 // ------------------------------------------------------------------------------------------------------------- tasks
 
-// How a head is divided into tasks of some rows of the batch, and some features; all features, if the head has one key.
-struct Division {
-  explicit Division(const TableProblem& p) : of_head(p.features()), one_key(p.key_per_head()) {
-    const int64_t most = std::min(MOST_NUMBERS, LARGEST_X / p.length) / (of_head + 1);
-    features = one_key ? of_head : std::min(of_head, MOST_FEATURES);
-    rows = one_key ? std::max<int64_t>(1, most) : 1;
-    of_features = (of_head + features - 1) / features, of_rows = (p.batch + rows - 1) / rows;
-    rows = (p.batch + of_rows - 1) / of_rows;
-  }
-  int64_t of_head;
-  bool one_key;
-  int64_t rows, features, of_rows, of_features;
-};
-
-// Some features of a tensor (B, T, d), and the width of the rows of floats to which they are copied.
-struct View {
-  const void* data;
-  int64_t batch, row;  // strides
-  int64_t count, width;
-};
-
-// One task after the other, in the memory of one thread. A row of a matrix has the features of all rows of the batch
-// (`wide` numbers), or their keys (`narrow` numbers), or first one and then the other (`stride` numbers).
+// One task after the other, in the memory of one thread. A row of a matrix has a number for each feature, or two.
 template <class S, class U>
 class Task {
  public:
-  Task(const TableProblem& problem, const Division& division, bool backward)
-      : p(problem), d(division), block_(p.causal ? std::min(BLOCK, p.queries) : p.queries),
-        wide_(whole(d.rows * d.features)), narrow_(d.one_key ? whole(d.rows) : wide_), stride_(wide_ + narrow_),
-        row_(whole(p.length)), m_(p.length * narrow_ + VL), n_(m_), top_(narrow_ + VL), v_(p.length * wide_ + VL),
-        center_(wide_), x_(p.length * stride_ + VL), sums_(block_ * stride_ + VL), query_(block_ * wide_ + VL) {
+  Task(const TableProblem& problem, bool backward)
+      : p(problem), block_(p.causal ? std::min(BLOCK, p.queries) : p.queries),
+        wide_(whole(std::min(p.features(), MOST_FEATURES))), stride_(2 * wide_), row_(whole(p.length)),
+        m_(p.length * wide_), n_(m_), v_(m_), top_(wide_), center_(wide_), x_(p.length * stride_),
+        sums_(block_ * stride_), query_(block_ * wide_) {
     if (PAIRS) pairs_.resize(units(p.length) * stride_);
-    for (int64_t i = 0; i < wide_ && d.one_key; i += VL) {
-      first_.push_back(key_of(i)), lanes_.emplace_back();
-      for (int lane = 0; lane < VL; ++lane) lanes_.back()[lane] = int(key_of(i + lane) - key_of(i));
-    }
     if (!backward) return;
-    gradient_.resize(query_.size()), of_x_.resize(x_.size()), of_v_.resize(v_.size()), of_key_.resize(m_.size());
+    gradient_.resize(query_.size()), of_x_.resize(x_.size()), of_v_.resize(m_.size()), of_key_.resize(m_.size());
     if (PAIRS) pairs_of_sums_.resize(units(block_) * stride_);
     if (!p.bias_gradient) return;
     of_weights_.resize(p.queries * row_), transposed_.resize(stride_ / TERMS * row_);
     if (PAIRS) rounded_.resize(std::max(p.length, block_) * stride_);
   }
 
-  void forward(const Weights<U>& weights, int64_t head, int64_t index) {
-    begin(head, index);
+  void forward(const Weights<U>& weights, int64_t head, int64_t batch, int64_t feature) {
+    begin(head, batch, feature);
     for_each_block(weights, [&](int64_t first, int64_t last, int64_t) {
       for (int64_t f = 0; f < wide_; f += VL)
         for (int64_t t = first; t < last; ++t) {
@@ -256,19 +224,19 @@ class Task {
           if (p.query) y.denominator *= 1.0f + exp(min(splat(60.0f), -load(to)));  // 1 / sigmoid(q)
           store(to, y.numerator / y.denominator);
         }
-      write(query_.data(), features(p.output, p.queries * p.width, p.width), first, last);
+      write(query_.data(), p.output, p.queries, first, last);
     });
   }
 
   // With y = numerator / denominator and the gradient g of y, the gradients of the sums are
-  //   of the numerator  a = g / denominator,    of the denominator  b = -a y  (summed over features that share a key),
+  //   of the numerator  a = g / denominator,    of the denominator  b = -a y,
   // and with A = (a, b), those of X and W are  W^T A  and  A X^T.
-  void backward(const Weights<U>& weights, int64_t head, int64_t index) {
-    begin(head, index);
+  void backward(const Weights<U>& weights, int64_t head, int64_t batch, int64_t feature) {
+    begin(head, batch, feature);
     for (auto* x : {&of_x_, &of_v_, &of_key_}) std::fill(x->begin(), x->end(), 0.0f);
     find_center();
     for_each_block(weights, [&](int64_t first, int64_t last, int64_t end) {
-      read(features(p.gradient, p.gradient_batch, p.gradient_row), first, last, gradient_.data());
+      read(p.gradient, p.gradient_batch, p.gradient_row, first, last, gradient_.data());
       for (int64_t f = 0; f < wide_; f += VL)
         for (int64_t t = first; t < last; ++t) {
           const Average sums = average(t - first, f);
@@ -280,15 +248,15 @@ class Task {
             y = sums.numerator / sums.denominator;
             a = gradient_of_average(place, y + load(&center_[f])) / sums.denominator;
           }
-          store(&sums_[(t - first) * stride_ + f], a), store(&gradient_[place], -a * y);
+          float* of_sums = &sums_[(t - first) * stride_ + f];
+          store(of_sums, a), store(of_sums + wide_, -a * y);
         }
-      for (int64_t t = 0; t < last - first; ++t) add_up(&gradient_[t * wide_], &sums_[t * stride_ + wide_]);
-      if (p.query) write(query_.data(), features(p.query_gradient, p.queries * p.width, p.width), first, last);
+      if (p.query) write(query_.data(), p.query_gradient, p.queries, first, last);
       multiply_gradients(weights, first, last, end);
     });
     add_gradients();
-    write(of_v_.data(), features(p.value_gradient, p.length * p.width, p.width), 0, p.length);
-    write(of_key_.data(), keys(p.key_gradient, p.length * p.key_width, p.key_width), 0, p.length);
+    write(of_v_.data(), p.value_gradient, p.length, 0, p.length);
+    write(of_key_.data(), p.key_gradient, p.length, 0, p.length);
   }
 
   // The gradient of w, (T, whole vectors of keys), of all tasks since the last call: W dW, with 0 where W = 0, which
@@ -308,64 +276,35 @@ class Task {
   static constexpr int64_t TERMS = 1 + PAIRS;
   static int64_t units(int64_t count) { return (count + TERMS - 1) / TERMS; }
 
-  // The place of the key of a feature, and a vector of features f from a row of keys.
-  int64_t key_of(int64_t i) const { return d.one_key ? std::min(i / d.features, d.rows - 1) : i; }
-  vf of_keys(const float* row, int64_t f) const {
-    return d.one_key ? permuted(load(row + first_[f / VL]), lanes_[f / VL]) : load(row + f);
-  }
-
-  // Sums over the features that share a key.
-  void add_up(const float* features, float* keys) const {
-    if (!d.one_key) return (void)memcpy(keys, features, wide_ * sizeof(float));
-    std::fill(keys, keys + narrow_, 0.0f);
-    for (int64_t b = 0; b < rows_; ++b) {
-      vf sum = {};
-      for (int64_t f = 0; f < c_; f += VL) sum += load(features + b * c_ + f, part(c_ - f));
-      keys[b] = sum_of(sum);
-    }
-  }
-
   // ----------------------------------------------------------------------------------------------- tensors in memory
 
-  View features(const void* x, int64_t batch, int64_t row) const {
-    return {(const S*)x + batch_ * batch + feature_, batch, row, c_, wide_};
-  }
-  View keys(const void* x, int64_t batch, int64_t row) const {
-    return {(const S*)x + batch_ * batch + (d.one_key ? head_ : feature_), batch, row, d.one_key ? 1 : c_, narrow_};
-  }
-
   // Copies tokens to rows of floats, with 0 behind them.
-  void read(const View& x, int64_t first, int64_t last, float* to) const {
-    for (int64_t t = first; t < last; ++t, to += x.width) {
-      const S* from = (const S*)x.data + t * x.row;
-      for (int64_t f = rows_ * x.count / VL * VL; f < x.width; f += VL) store(to + f, vf{});
-      for (int64_t b = 0; b < rows_; ++b, from += x.batch)
-        for (int64_t f = 0; f < x.count; f += VL) {
-          __builtin_prefetch(from + AHEAD * x.row + f);
-          store(to + b * x.count + f, load(from + f, part(x.count - f)));  // what is behind is overwritten
-        }
-    }
+  void read(const void* x, int64_t batch_stride, int64_t row_stride, int64_t first, int64_t last, float* to) const {
+    const S* from = (const S*)x + batch_ * batch_stride + first * row_stride + feature_;
+    for (int64_t t = first; t < last; ++t, from += row_stride, to += wide_)
+      for (int64_t f = 0; f < wide_; f += VL) {
+        __builtin_prefetch(from + AHEAD * row_stride + f);
+        store(to + f, f < count_ ? load(from + f, part(count_ - f)) : vf{});
+      }
   }
 
-  void write(const float* from, const View& x, int64_t first, int64_t last) const {
-    for (int64_t t = first; t < last; ++t, from += x.width) {
-      S* to = (S*)x.data + t * x.row;
-      for (int64_t b = 0; b < rows_; ++b, to += x.batch)
-        for (int64_t f = 0; f < x.count; f += VL) {
-          __builtin_prefetch(to + AHEAD * x.row + f, 1);
-          store(to + f, load(from + b * x.count + f), part(x.count - f));
-        }
-    }
+  // Copies rows of floats to tokens of a contiguous tensor (B, length, d).
+  void write(const float* from, void* x, int64_t length, int64_t first, int64_t last) const {
+    S* to = (S*)x + (batch_ * length + first) * p.width + feature_;
+    for (int64_t t = first; t < last; ++t, from += wide_, to += p.width)
+      for (int64_t f = 0; f < count_; f += VL) {
+        __builtin_prefetch(to + AHEAD * p.width + f, 1);
+        store(to + f, load(from + f), part(count_ - f));
+      }
   }
 
   // Reads the keys and values of a task.
-  void begin(int64_t head, int64_t index) {
-    head_ = head, batch_ = index % d.of_rows * d.rows, rows_ = std::min(d.rows, p.batch - batch_);
-    const int64_t of_head = index / d.of_rows * d.features;
-    feature_ = head * d.of_head + of_head, c_ = std::min(d.features, d.of_head - of_head);
-    read(keys(p.key, p.key_batch, p.key_row), 0, p.length, m_.data());
-    read(features(p.value, p.value_batch, p.value_row), 0, p.length, v_.data());
-    for (int64_t i = 0; i < p.length * narrow_; i += VL) {
+  void begin(int64_t head, int64_t batch, int64_t feature) {
+    head_ = head, batch_ = batch, feature_ = head * p.features() + feature;
+    count_ = std::min(wide_, p.features() - feature);
+    read(p.key, p.key_batch, p.key_row, 0, p.length, m_.data());
+    read(p.value, p.value_batch, p.value_row, 0, p.length, v_.data());
+    for (int64_t i = 0; i < p.length * wide_; i += VL) {
       const Scaled e = split_exp(load(&m_[i]));
       store(&m_[i], e.m), store(&n_[i], e.n);
     }
@@ -379,7 +318,7 @@ class Task {
     for (int64_t f = 0; f < wide_; f += VL) {
       vf sum = {}, seen = {};
       for (int64_t t = 0; t < (p.causal ? 1 : p.length); ++t) {
-        const vi hidden = of_keys(&m_[t * narrow_], f) == 0.0f;
+        const vi hidden = load(&m_[t * wide_ + f]) == 0.0f;
         sum += hidden ? vf{} : load(&v_[t * wide_ + f]);
         seen += hidden ? vf{} : splat(1.0f);
       }
@@ -405,7 +344,7 @@ class Task {
         product(weights.from(t), count, right, stride_, units(p.causal ? t + count : end), stride_,
                 &sums_[(t - first) * stride_], stride_, false);
       }
-      if (p.query) read(features(p.query, p.query_batch, p.query_row), first, last, query_.data());
+      if (p.query) read(p.query, p.query_batch, p.query_row, first, last, query_.data());
       use(first, last, end);
     }
   }
@@ -413,10 +352,10 @@ class Task {
   // Whether N grows so much within a causal block that its first queries would be lost.
   bool grows(int64_t first, int64_t last) const {
     bool found = false;
-    for (int64_t f = 0; f < narrow_; f += VL) {
-      const vf before = max(load(&n_[first * narrow_ + f]), load(&top_[f]));
+    for (int64_t f = 0; f < wide_; f += VL) {
+      const vf before = max(load(&n_[first * wide_ + f]), load(&top_[f]));
       vf top = before;
-      for (int64_t t = first; t < last; ++t) top = max(load(&n_[t * narrow_ + f]), top);
+      for (int64_t t = first; t < last; ++t) top = max(load(&n_[t * wide_ + f]), top);
       found |= any(top - before > MOST_GROWTH);
     }
     return found;
@@ -426,24 +365,24 @@ class Task {
   void see(int64_t end) {
     if (end == ready_) return;
     bool changed = false;
-    for (int64_t f = 0; f < narrow_; f += VL) {
+    for (int64_t f = 0; f < wide_; f += VL) {
       const vf before = load(&top_[f]);
       vf top = before;
-      for (int64_t t = ready_; t < end; ++t) top = max(load(&n_[t * narrow_ + f]), top);
+      for (int64_t t = ready_; t < end; ++t) top = max(load(&n_[t * wide_ + f]), top);
       store(&top_[f], top > before && p.causal ? top + MARGIN : top);
       changed |= any(top != before);
     }
     if (changed) add_gradients();
     const int64_t from = changed ? 0 : ready_;
     for (int64_t t = from; t < end; ++t)
-      for (int64_t f = 0; f < narrow_; f += VL) {
-        vf e = scaled(load(&m_[t * narrow_ + f]), load(&n_[t * narrow_ + f]) - load(&top_[f]));
+      for (int64_t f = 0; f < wide_; f += VL) {
+        vf e = scaled(load(&m_[t * wide_ + f]), load(&n_[t * wide_ + f]) - load(&top_[f]));
         if (PAIRS) e = rounded_to_half(e);  // numerators and denominators have the same weights
         store(&x_[t * stride_ + wide_ + f], e);
       }
     for (int64_t t = from; t < end; ++t)
       for (int64_t f = 0; f < wide_; f += VL) {
-        const vf e = of_keys(&x_[t * stride_ + wide_], f), v = load(&v_[t * wide_ + f]) - load(&center_[f]);
+        const vf e = load(&x_[t * stride_ + wide_ + f]), v = load(&v_[t * wide_ + f]) - load(&center_[f]);
         store(&x_[t * stride_ + f], e == 0.0f ? vf{} : e * v);  // hidden values may be NaN
       }
     if (PAIRS) interleave_rows(x_.data(), from, end, (Pair*)pairs_.data());
@@ -485,10 +424,10 @@ class Task {
   // The sums of a query of the block.
   Average average(int64_t query, int64_t f) const {
     const float* sums = &sums_[query * stride_];
-    const vf numerator = load(sums + f), denominator = of_keys(sums + wide_, f);
+    const vf numerator = load(sums + f), denominator = load(sums + wide_ + f);
     const vi wrong = ~((denominator >= SMALLEST) & (numerator - numerator == 0.0f));
     if (!any(wrong)) return {numerator, denominator, false};
-    const vi empty = of_keys(top_.data(), f) <= NEVER;  // 0 is right where all keys are hidden
+    const vi empty = load(&top_[f]) <= NEVER;  // 0 is right where all keys are hidden
     return {empty ? vf{} : numerator, empty ? splat(INFINITY) : denominator, any(wrong & ~empty)};
   }
 
@@ -498,20 +437,19 @@ class Task {
   template <class Visit>
   void each_key(int64_t t, int64_t f, const Visit& visit) const {
     for (int64_t j = 0; j < p.seen(t); ++j) {
-      const vf m = of_keys(&m_[j * narrow_], f), v = load(&v_[j * wide_ + f]) - load(&center_[f]);
+      const vf m = load(&m_[j * wide_ + f]), v = load(&v_[j * wide_ + f]) - load(&center_[f]);
       if (w_m_[j] != 0.0f)  // otherwise it is hidden from this query, and may be NaN
-        visit(Scaled{m * w_m_[j], of_keys(&n_[j * narrow_], f) + w_n_[j]}, m == 0.0f ? vf{} : v, j);
+        visit(Scaled{m * w_m_[j], load(&n_[j * wide_ + f]) + w_n_[j]}, m == 0.0f ? vf{} : v, j);
     }
   }
 
   Sums all_sums(int64_t t, int64_t f) {
     for (auto* x : {&w_m_, &w_n_}) x->resize(row_);
-    p.for_each_run(p.bias + head_ * p.biases_of_head(), t, [&](int64_t key, const float* run, int64_t count) {
-      for (int64_t j = 0; j < count; j += VL) {
-        const Scaled e = split_exp(load(run + j, part(count - j)));
-        store(&w_m_[key + j], e.m, part(count - j)), store(&w_n_[key + j], e.n, part(count - j));
-      }
-    });
+    const float* w = p.bias + (head_ * p.queries + t) * p.length;
+    for (int64_t j = 0; j < p.seen(t); j += VL) {
+      const Scaled e = split_exp(load(w + j, part(p.seen(t) - j)));
+      store(&w_m_[j], e.m), store(&w_n_[j], e.n);
+    }
     return careful_sums({}, [&](auto visit) { each_key(t, f, visit); });
   }
 
@@ -525,7 +463,7 @@ class Task {
     each_key(t, f, [&](Scaled e, vf v, int64_t j) {
       const vf from_value = scaled(e.m, e.n - sums.n) * a, from_key = from_value * (v - y);
       store(&of_v_[j * wide_ + f], load(&of_v_[j * wide_ + f]) + from_value);
-      for (int lane = 0; lane < VL; ++lane) of_key_[j * narrow_ + key_of(f + lane)] += from_key[lane];
+      store(&of_key_[j * wide_ + f], load(&of_key_[j * wide_ + f]) + from_key);
       if (p.bias_gradient) of_lost_[t * row_ + j] += sum_of(from_key);
     });
   }
@@ -566,34 +504,26 @@ class Task {
   // Adds the gradients of V and K from those of X = (E V', E), and sets the latter to 0:
   //   dV = E dX_1,    dK = E V' dX_1 + E dX_2.
   void add_gradients() {
-    std::vector<float> products(wide_), of_key(narrow_);
     for (int64_t t = 0; t < ready_ && !of_x_.empty(); ++t) {
-      float *of_x = &of_x_[t * stride_], *of_v = &of_v_[t * wide_], *to = &of_key_[t * narrow_];
+      float* of_x = &of_x_[t * stride_];
       const float* x = &x_[t * stride_];
       for (int64_t f = 0; f < wide_; f += VL) {
-        const vf e = of_keys(x + wide_, f), of_product = load(of_x + f);
-        store(of_v + f, load(of_v + f) + (e == 0.0f ? vf{} : e * of_product));
-        store(&products[f], e == 0.0f ? vf{} : load(x + f) * of_product);
-      }
-      add_up(products.data(), of_key.data());
-      for (int64_t f = 0; f < narrow_; f += VL) {
-        const vf e = load(x + wide_ + f), of_e = e * load(of_x + wide_ + f);
-        store(to + f, load(to + f) + (e == 0.0f ? vf{} : load(&of_key[f]) + of_e));
+        float *of_v = &of_v_[t * wide_ + f], *of_key = &of_key_[t * wide_ + f];
+        const vf e = load(x + wide_ + f), of_product = load(of_x + f), of_e = e * load(of_x + wide_ + f);
+        store(of_v, load(of_v) + (e == 0.0f ? vf{} : e * of_product));
+        store(of_key, load(of_key) + (e == 0.0f ? vf{} : load(x + f) * of_product + of_e));
       }
       std::fill(of_x, of_x + stride_, 0.0f);
     }
   }
 
   const TableProblem& p;
-  const Division& d;
-  const int64_t block_, wide_, narrow_, stride_, row_;
-  int64_t head_ = 0, batch_ = 0, rows_ = 0, feature_ = 0, c_ = 0;  // of the task: its rows of the batch and features
+  const int64_t block_, wide_, stride_, row_;
+  int64_t head_ = 0, batch_ = 0, feature_ = 0, count_ = 0;         // of the task: its row of the batch and its features
   int64_t ready_ = 0;                                              // keys in X
-  std::vector<float> m_, n_, top_, v_, center_;                    // exp(K) = m 2^n, N, V, c
+  std::vector<float> m_, n_, v_, top_, center_;                    // exp(K) = m 2^n, V, N, c
   std::vector<float> x_, sums_, query_, w_m_, w_n_;
   std::vector<float> gradient_, of_x_, of_v_, of_key_, of_weights_, of_lost_;
-  std::vector<int64_t> first_;  // the first key of each vector of features, and the key of each lane, counted from it
-  std::vector<vi> lanes_;
   std::vector<U> pairs_, pairs_of_sums_, transposed_;  // of X, of sums, and of X
   std::vector<bf16> rounded_;
 };
@@ -602,8 +532,8 @@ class Task {
 template <class S, class U>
 void run(const TableProblem& p, bool backward) {
   if (p.batch == 0 || p.queries == 0 || p.length == 0) return;
-  const Division division(p);
-  const int64_t row = whole(p.length), of_head = division.of_rows * division.of_features;
+  const int64_t row = whole(p.length), of_row = (p.features() + MOST_FEATURES - 1) / MOST_FEATURES;
+  const int64_t of_head = p.batch * of_row;
   const int64_t numbers = p.batch * p.queries * p.width * 8;
   const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.queries * row);
   const int64_t at_once = std::min(p.heads, std::max(in_cache / threads, int64_t(1)) * threads);
@@ -615,23 +545,22 @@ void run(const TableProblem& p, bool backward) {
     std::vector<std::vector<float>> of_biases(heads * parts);  // added in a fixed order
     parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
-      Task<S, U> task(p, division, backward);
+      Task<S, U> task(p, backward);
       for (int64_t part = begin; part < end; ++part)
         for (int64_t i = tasks * part / parts, last = tasks * (part + 1) / parts; i < last; ++i) {
-          const int64_t head = i / of_head;
-          backward ? task.backward(weights[head], first + head, i % of_head)
-                   : task.forward(weights[head], first + head, i % of_head);
+          const int64_t head = i / of_head, batch = i % of_head / of_row, feature = i % of_row * MOST_FEATURES;
+          backward ? task.backward(weights[head], first + head, batch, feature)
+                   : task.forward(weights[head], first + head, batch, feature);
           if (p.bias_gradient && (i + 1 == last || (i + 1) % of_head == 0))
             of_biases[head * parts + part] = task.take_gradient_of_biases(weights[head]);
         }
     });
     parallel_for(p.bias_gradient ? heads : 0, numbers, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * parts; i < end * parts; ++i)
-        for (int64_t t = 0; t < p.queries && !of_biases[i].empty(); ++t)
-          p.for_each_run(p.bias_gradient + (first + i / parts) * p.biases_of_head(), t,
-                         [&](int64_t key, float* sum, int64_t count) {
-                           for (int64_t j = 0; j < count; ++j) sum[j] += of_biases[i][t * row + key + j];
-                         });
+        for (int64_t t = 0; t < p.queries && !of_biases[i].empty(); ++t) {
+          float* sum = p.bias_gradient + ((first + i / parts) * p.queries + t) * p.length;
+          for (int64_t j = 0; j < p.seen(t); ++j) sum[j] += of_biases[i][t * row + j];
+        }
     });
   }
 }

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...position_biases_aft import grid_table
 from ..operators import NAMESPACE, empty_gradients, portable_causal, portable_table
 from . import bidirectional_launch, launch
 from .launch import Geometry, Inputs
@@ -71,10 +70,10 @@ def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):
     return output if first is None else output.masked_fill(first.ne(0).unsqueeze(-1), 0.0)
 
 
-def table(query, key, value, bias, columns, causal):  # type: ignore[no-untyped-def]
+def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
     if value.dtype not in DTYPES or value.numel() == 0:
-        return portable_table(query, key, value, bias, columns, causal)
-    w = _all_pairs(bias, columns)
+        return portable_table(query, key, value, bias, causal)
+    w = _all_pairs(bias)
     if causal:
         return launch.forward(Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE), keep=False)[0]
     return bidirectional_launch.forward(query, key, value, w, len(w), keep=False)[0]
@@ -82,10 +81,10 @@ def table(query, key, value, bias, columns, causal):  # type: ignore[no-untyped-
 
 def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
     *problem, bias_needed = arguments
-    query, key, value, bias, columns, causal = problem
+    query, key, value, bias, causal = problem
     if value.numel() == 0:
         return tuple(x.zero_() for x in empty_gradients(query, key, value, bias if bias_needed else None))
-    w = _all_pairs(bias, columns)
+    w = _all_pairs(bias)
     if causal:
         inputs, geometry = Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE)
         _, kept, _ = launch.forward(inputs, geometry, keep=True)
@@ -94,9 +93,6 @@ def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
         _, kept = bidirectional_launch.forward(query, key, value, w, len(w), keep=True)
         given = gradient, query, key, value, w, kept, len(w)
         *found, of_table = bidirectional_launch.backward(*given, of_table=bias_needed)
-    if columns and of_table is not None:
-        places = _all_pairs(torch.arange(bias[0].numel(), device=bias.device).view_as(bias[0]).unsqueeze(0), columns)
-        of_table = torch.zeros_like(bias).flatten(1).index_add_(1, places.flatten(), of_table.flatten(1)).view_as(bias)
     return _tensors(*found, of_table)
 
 
@@ -145,14 +141,12 @@ def _by_lag(of_chunks: torch.Tensor, bias: torch.Tensor, geometry: Geometry) -> 
     return torch.zeros_like(bias[0]).index_add_(0, last, of_positions).unsqueeze(0)
 
 
-def _all_pairs(bias: torch.Tensor, columns: int) -> torch.Tensor:
+def _all_pairs(bias: torch.Tensor) -> torch.Tensor:
     """Return w of all pairs, (h, T, T).
 
     Raises:
         NotImplementedError: there are more keys than queries.
     """
-    if columns:
-        bias = grid_table(bias, ((bias.shape[1] + 1) // 2, columns))
     if bias.shape[1] != bias.shape[2]:
         raise NotImplementedError("the Triton kernels need as many queries as keys")
     return bias.contiguous()
