@@ -141,15 +141,15 @@ def number(value: float, sign: str = "") -> str:
     return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value:{sign}.3f}"
 
 
-def _runs(records: Records, arm: str) -> list[dict]:
-    """The records of an arm: those whose identity is known, else earlier ones."""
-    return [dict(x) for x in (records.of(arm) or records.of(arm, confirmed=False)).values()]
-
-
-def _sides(claim: Claim, records: Records) -> list[tuple[str, str]]:
-    """The arms and metrics of a claim that a picture shows: those with runs, but no counts of parameters."""
+def _sides(claim: Claim, records: Records) -> dict[tuple[str, str], list[dict]]:
+    """The arms and metrics of a claim that a picture shows, but no counts of parameters, and their runs: those whose
+    identity is known, or only earlier ones if an arm has no others, since both kinds do not compare.
+    """
     sides = [x for c in claim.comparisons if "parameters" not in c.metric for x in (c.ours, c.other)]
-    return [x for x in dict.fromkeys(sides) if isinstance(x, tuple) and _runs(records, x[0])]
+    arms = {side: side[0] for side in dict.fromkeys(sides) if isinstance(side, tuple)}
+    known = all(records.of(arm) or not records.of(arm, confirmed=False) for arm in arms.values())
+    runs = {side: [dict(x) for x in records.of(arm, confirmed=known).values()] for side, arm in arms.items()}
+    return {side: found for side, found in runs.items() if found}
 
 
 @styled()
@@ -161,9 +161,9 @@ def draw(claim: Claim, records: Records) -> "Figure":
     figure, axes = new_figure(len(kinds), 2, (8.0, height + 0.4))
     for (losses, scores), kind in zip(axes, kinds):
         own = [(arm, metric) for arm, metric in sides if ARMS[arm].data == kind]
-        styles = zip(dict.fromkeys(arm for arm, _ in own), itertools.product(("-", "--", ":"), CURVES))
-        for arm, (dash, colour) in styles:
-            curves = [dict(map(tuple, x["losses"])) for x in _runs(records, arm)]
+        styles = zip({side[0]: sides[side] for side in own}.items(), itertools.product(("-", "--", ":"), CURVES))
+        for (arm, runs), (dash, colour) in styles:
+            curves = [dict(map(tuple, x["losses"])) for x in runs]
             steps = sorted(set.intersection(*map(set, curves)))
             means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
             losses.plot(steps, means, dash, color=colour, linewidth=1, label=arm)
@@ -173,7 +173,7 @@ def draw(claim: Claim, records: Records) -> "Figure":
             losses.set(xlabel="step", ylabel="training loss (nats)")
             losses.legend(fontsize=6)
         for position, (arm, metric) in enumerate(reversed(own)):
-            values = [x["metrics"][metric] for x in _runs(records, arm)]
+            values = [x["metrics"][metric] for x in sides[arm, metric]]
             scores.plot(values, [position] * len(values), ".", color=CURVES[0])
         names = [arm if metric == "test" else f"{arm}: {metric}" for arm, metric in reversed(own)]
         scores.set_yticks(range(len(own)), names)

@@ -8,7 +8,7 @@ import pytest
 from scripts.benchmark.page import read_records
 from scripts.reproduction.claims import CLAIMS
 from scripts.reproduction.judging import Records
-from scripts.reproduction.page import render, write_page
+from scripts.reproduction.page import _sides, render, write_page
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,3 +57,12 @@ def test_the_page_in_docs_is_that_of_its_records_and_short():
     text = (DOCS / "reproduction.md").read_text()
     assert text == render(Records(read_records(DOCS / "reproduction.json")), "images/reproduction")
     assert len(re.findall(r"\S*[a-zA-Z]\S*", text.replace("<br>", " "))) <= 1500
+
+
+def test_a_picture_does_not_mix_runs_of_this_rule_with_earlier_ones(records):
+    mixed = Records([*records.all(), *runs("conv-3", 0.6, 0.6, 0.6)])  # the other arm has earlier runs only
+    for known in (records, mixed):
+        shown = _sides(CLAIMS[12], known)
+        assert {x["identity"] for runs_of_arm in shown.values() for x in runs_of_arm} == {None}
+        assert {arm for arm, _ in shown} == {"conv-3", "conv-3-no-global"}
+    assert len(_sides(CLAIMS[10], mixed)) == 2
