@@ -340,7 +340,8 @@ def _operators_for(problem: Mixing) -> Iterator[str]:
         return
     if problem.documents is not None:
         return
-    if isinstance(biases, GridKernel) or (isinstance(biases, LagKernel) and not biases.hides_outside):
+    one_row = isinstance(biases, LagKernel) and not (biases.causal or biases.hides_outside)
+    if isinstance(biases, GridKernel) or one_row:
         yield "grid"
     if isinstance(biases, GridKernel):
         is_small = problem.num_heads * length**2 <= LARGEST_TABLE

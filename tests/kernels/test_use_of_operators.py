@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal
 from aft_hf.caching_aft import AFTLayerState
+from aft_hf.mixing_aft import Mixing, mix
+from aft_hf.position_biases_aft import LagKernel
 
 
 MIXERS = {
@@ -83,3 +85,11 @@ def test_the_package_may_be_imported_twice_in_one_process():
         "aft_hf.AFTSimple(8, causal=True)(torch.randn(1, 9, 8)).sum().backward()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("size", (3, 4))
+@pytest.mark.parametrize("hides_outside", (False, True))
+def test_a_kernel_of_causal_lags_in_a_bidirectional_problem_is_not_a_grid(size, hides_outside):
+    biases = LagKernel(torch.randn(2, size), causal=True, hides_outside=hides_outside)
+    problem = Mixing(torch.randn(1, 9, 2), torch.randn(1, 9, 4), 2, biases)
+    torch.testing.assert_close(mix(problem), mix(problem, "reference"))

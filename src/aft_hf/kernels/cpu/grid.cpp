@@ -244,14 +244,15 @@ class Task {
   void each_key(int64_t query, const Visit& visit) const {
     const int64_t row = query / p.columns - p.kernel_rows / 2, column = query % p.columns - p.kernel_columns / 2;
     const auto inside = [](int64_t i, int64_t count) { return i >= 0 && i < count; };
-    for (int64_t key = 0, i = -row; i < p.rows - row; ++i)
-      for (int64_t j = -column; j < p.columns - column; ++j, ++key) {
+    const auto first = [&](int64_t start) { return p.hides_outside ? std::max<int64_t>(start, 0) : start; };
+    const auto last = [&](int64_t end, int64_t size) { return p.hides_outside ? std::min(end, size) : end; };
+    for (int64_t i = first(-row); i < last(p.rows - row, p.kernel_rows); ++i)
+      for (int64_t j = first(-column); j < last(p.columns - column, p.kernel_columns); ++j) {
         const bool near = inside(i, p.kernel_rows) && inside(j, p.kernel_columns);
-        const int64_t tap = near ? i * p.kernel_columns + j : -1;
+        const int64_t key = (row + i) * p.columns + column + j, tap = near ? i * p.kernel_columns + j : -1;
         vf m = m_[key], n = n_[key];
         if (near) m *= group_->m[tap], n += group_->n[tap];
-        if (near || !p.hides_outside)
-          visit(Scaled{features_->of_keys(m), features_->of_keys(n)}, v_[key] - center_, key, tap);
+        visit(Scaled{features_->of_keys(m), features_->of_keys(n)}, v_[key] - center_, key, tap);
       }
   }
 
