@@ -387,9 +387,12 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
         first = None if problem.documents is None else problem.documents.first_positions()
         return torch.ops.aft_hf_v1.causal(*given, *window_and_slopes(problem), first, biases.hides_outside)
     if name == "grid":
-        kernels, size = biases.kernels.float(), getattr(biases, "grid_size", (1, problem.length))
-        kernels = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
-        return torch.ops.aft_hf_v1.grid(*given, kernels, *size, biases.hides_outside)
+        kernels, size = biases.kernels, (1, problem.length)
+        if isinstance(biases, GridKernel):
+            size = biases.grid_size
+        else:
+            kernels = kernels.unsqueeze(1)
+        return torch.ops.aft_hf_v1.grid(*given, kernels.float(), *size, biases.hides_outside)
     return torch.ops.aft_hf_v1.table(*given, biases.dense(problem.length), problem.causal)
 
 

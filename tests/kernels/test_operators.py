@@ -214,6 +214,7 @@ TABLES = {
     "table of several parts of a head": partial(table, 2, 31, 150, 2),
     "table (2, 37, 40, 1) causal": partial(table, 2, 37, 40, 1, causal=True),
     "table of several blocks": partial(table, 1, 200, 20, 2, causal=True),
+    "table of several blocks, a key per head": partial(table, 1, 200, 20, 2, key_per_head=True, causal=True),
     "table, empty batch": partial(table, 0, 37, 40, 2),
 }
 PROBLEMS |= TABLES
@@ -230,7 +231,8 @@ TYPICAL |= {
     for shared in (False, True)
 }
 TYPICAL |= {name: build for name, build in TABLES.items() if "several" in name or "a head per" in name}
-TYPICAL |= {name: TABLES[name] for name in ("table (9, 61, 33, 1)", "table (2, 37, 40, 1) causal")}
+TYPICAL |= {name: TABLES[name] for name in ("table (9, 61, 33, 1)", "table, a key per head")}
+TYPICAL["table (2, 37, 40, 1) causal"] = TABLES["table (2, 37, 40, 1) causal"]
 each = partial(pytest.mark.parametrize, "name")
 
 

@@ -81,7 +81,7 @@ SCHEMAS = {
     "band": f"({BAND}) -> Tensor",
     "band_backward": f"(Tensor gradient, {BAND}) -> (Tensor, Tensor)",
 }
-DTYPES = (torch.float32, torch.bfloat16)  # of the kernels
+DTYPES = (torch.float32, torch.bfloat16)  # of the kernels; operators compute others by their portable forms
 
 # ------------------------------------------------------------------------------------------------------ portable forms
 
@@ -169,14 +169,6 @@ PORTABLE: dict[str, Callable[..., torch.Tensor]] = {
     "band": portable_band,
 }
 
-
-def is_portable(name: str, *problem: Any) -> bool:
-    """Whether the portable form computes a problem on a CPU: other dtypes, and a table with one key per head."""
-    key, value, biases = problem[1:4]
-    one_key = name == "table" and key.shape[2] != value.shape[2] and key.shape[2] == len(biases)
-    return key.dtype not in DTYPES or (one_key and not key.is_cuda)
-
-
 # ------------------------------------------------------------------------------------------------ shapes and gradients
 
 
@@ -218,7 +210,7 @@ def _gradients(name: str, ctx, gradient):  # type: ignore[no-untyped-def]
     """The gradients of query, key, value and biases, which are the first four arguments of an operator but `band`."""
     needed = ctx.needs_input_grad
     problem = [x if tensor is None else tensor for x, tensor in zip(ctx.inputs, ctx.saved_tensors)]
-    if torch.is_grad_enabled() or is_portable(name, *problem) or _is_batched(gradient):
+    if torch.is_grad_enabled() or problem[1].dtype not in DTYPES or _is_batched(gradient):
         with torch.enable_grad():
             wanted = [x for x, need in zip(problem, needed) if need]
             of_wanted = iter(torch.autograd.grad(PORTABLE[name](*problem), wanted, gradient, create_graph=True))
@@ -237,23 +229,35 @@ def _is_batched(x: torch.Tensor) -> bool:
 
 
 def _forward(name: str, *problem: Any) -> torch.Tensor:
-    if is_portable(name, *problem):
+    if problem[2].dtype not in DTYPES:
         return PORTABLE[name](*problem)
+    problem = _with_key_per_feature(name, problem)
     sizes, output = SIZES[name](*problem), _new_output(name, *problem)
     _call(name, sizes, problem, output)
     return output
 
 
 def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    *problem, needed = arguments
+    given, needed = arguments[:-1], arguments[-1]
+    problem = _with_key_per_feature(name, given)
     value, biases, sizes = problem[2], problem[3], SIZES[name](*problem)
     _check_gradient(gradient, _new_output(name, *problem))
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
     new = torch.Tensor.new_empty if gradient.numel() else torch.Tensor.new_zeros
-    found = [None if x is None else new(x, x.shape) for x in problem[:3]]
+    found: list[Any] = [None if x is None else new(x, x.shape) for x in problem[:3]]
     found.append(biases.new_zeros(biases.shape) if needed else None)
     _call(f"{name}_backward", sizes, problem, None, (_dense_rows(gradient), *found))
+    if problem[1] is not given[1]:
+        found[1] = found[1].unflatten(2, (len(biases), -1)).sum(3)
     return tuple(value.new_empty(0) if x is None else x for x in found)
+
+
+def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Repeat the keys of a table that has one key per head, since its kernel takes one key per feature."""
+    query, key, value, bias, *others = problem
+    if name != "table" or key.shape[2] == value.shape[2] or key.shape[2] != len(bias):
+        return problem
+    return query, key.repeat_interleave(value.shape[2] // len(bias), 2), value, bias, *others
 
 
 def _state(*arguments: Any) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Task {
     begin(batch, group);
     for (const Features& features : group.features) {
       read_values(features);
-      multiply(vf{});
+      multiply();
       convolve(ev_, weights_, features.of_keys(group.outside), numerators_);
       for (int64_t query = 0; query < p.length; ++query) {
         vf numerator = numerators_[query], denominator = features.of_keys(denominators_[query]);
@@ -111,7 +111,7 @@ class Task {
       dkernel_ = dkernel ? dkernel + (1 + (&features - group.features.data())) * p.taps() : nullptr;
       read_values(features);
       set_center();
-      multiply(center_);
+      multiply();
       convolve(ev_, weights_, features.of_keys(group.outside), numerators_);
       std::fill(dvalue_.begin(), dvalue_.end(), vf{});
       for (int64_t query = 0; query < p.length; ++query) {
@@ -185,8 +185,8 @@ class Task {
     center_ /= float(p.length);
   }
 
-  void multiply(vf center) {
-    for (int64_t i = 0; i < p.length; ++i) ev_[at(i)] = features_->of_keys(e_[at(i)]) * (v_[i] - center);
+  void multiply() {
+    for (int64_t i = 0; i < p.length; ++i) ev_[at(i)] = features_->of_keys(e_[at(i)]) * (v_[i] - center_);
   }
 
   // Sums vectors of features that share a key.
