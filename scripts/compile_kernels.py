@@ -138,7 +138,7 @@ def launched(problem: Mixing) -> list[Variant]:
 
 def _all_pairs(problem: Mixing) -> None:
     table = problem.biases.dense(problem.length)
-    given = problem.query, problem.key, problem.value, table, 0, problem.causal
+    given = problem.query, problem.key, problem.value, table, problem.causal
     operators.table(*given)
     operators.table_backward(problem.value, *given, True)
 
