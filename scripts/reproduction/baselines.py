@@ -25,7 +25,9 @@ from transformers import (
 from transformers.models.rwkv.modeling_rwkv import RwkvSelfAttention
 
 from aft_hf.configuration_aft import AFTConfig, raise_value_errors
+from aft_hf.mixing_aft import Mixing, mix
 from aft_hf.modeling_aft import AFTForCausalLM, AFTForImageClassification, AFTModel, AFTPreTrainedModel
+from aft_hf.position_biases_aft import LagKernel
 
 
 MIXERS = {"text": ("linear", "performer", "synthesizer", "rwkv"), "image": ("lambda",)}
@@ -234,10 +236,10 @@ class DenseSynthesizer(nn.Module):
 
 
 class RwkvTimeMixing(RwkvSelfAttention):
-    """The time mixing of RWKV-4 as transformers has it, with an in-place-free loop, whose gradient is linear in T.
+    """The time mixing of RWKV-4 with the parameters of transformers, computed as an AFT.
 
-    It is an AFT whose w is a learned decay per feature, w_tt' = -exp(time_decay) (t - 1 - t'), and a learned bonus,
-    time_first, for the current token. Its queries, keys and values also see the token before.
+    w is a learned decay per feature, w_tt' = -exp(time_decay) (t - 1 - t'), and a learned bonus, time_first, for the
+    current token. Queries, keys and values also see the token before.
     """
 
     def __init__(self, config: RwkvConfig, layer_id: int):
@@ -269,16 +271,9 @@ def wkv(decay: torch.Tensor, bonus: torch.Tensor, key: torch.Tensor, value: torc
         decay, bonus: (d,).
         key, value: (B, T, d).
     """
-    total, count, largest = torch.zeros_like(key[:, 0]), torch.zeros_like(key[:, 0]), key[:, 0] - 1e38
-    outputs = []
-    for k, v in zip(key.unbind(1), value.unbind(1)):
-        shift = torch.maximum(largest, k + bonus)
-        past, now = (largest - shift).exp(), (k + bonus - shift).exp()
-        outputs.append((past * total + now * v) / (past * count + now))
-        shift = torch.maximum(largest - decay.exp(), k)
-        past, now = (largest - decay.exp() - shift).exp(), (k - shift).exp()
-        total, count, largest = past * total + now * v, past * count + now, shift
-    return torch.stack(outputs, 1)
+    distances = torch.arange(key.shape[1] - 1, device=key.device)  # of the tokens before the current one
+    by_lag = torch.cat([bonus[:, None], -decay.exp()[:, None] * distances], 1)
+    return mix(Mixing(key, value, len(by_lag), LagKernel(by_lag, causal=True), causal=True))
 
 
 class LambdaLayer(nn.Module):
