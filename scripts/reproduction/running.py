@@ -31,6 +31,8 @@ from .arms import ARMS, RATES, RECIPES, SMOKE, Speed, Training
 SEARCH_SEED = 1000  # of the short runs that choose a learning rate
 SEARCH_SHARE = 4  # such a run has 1 / 4 of the steps
 VERSIONS = ("aft-hf", "torch", "transformers")
+# Keys of a recipe that change no number of a run.
+WITHOUT_EFFECT = {"output_dir", "notes", "base", "paper", "resume", "tracker", "save_every", "keep_checkpoints"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Runner:
         if isinstance(arm, Speed):
             models = {"ours": _config(arm.ours), "peer": _config(arm.peer)}
             return models | {"task": arm.task, "batch": arm.batch, "length": arm.length, "smoke": self.smoke}
-        values = self.recipe(run).model_dump(exclude={"output_dir", "notes", "base"})
+        values = self.recipe(run).model_dump(exclude=WITHOUT_EFFECT)
         model = values.pop("model")
         for split in ("train", "validation"):
             path = values["data"].get(split)

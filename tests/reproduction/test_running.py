@@ -43,6 +43,14 @@ def test_defaults_of_models_and_conversions_are_part_of_the_identity(runner, mon
     assert runner.digest(Run("conv-of-vit")) != converted and runner.digest(Run("conv")) == conv
 
 
+def test_keys_that_change_no_number_are_not_part_of_the_identity(runner, monkeypatch):
+    before = runner.digest(Run("conv"))
+    monkeypatch.setitem(running.RECIPES["images"], "save_every", 7)
+    assert runner.digest(Run("conv")) == before
+    monkeypatch.setitem(running.RECIPES["images"], "label_smoothing", 0.0)
+    assert runner.digest(Run("conv")) != before
+
+
 def test_the_learning_rate_of_an_arm_is_the_best_of_short_runs_and_then_its_seeds_are_left(runner, monkeypatch):
     done = []
 
