@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, gather, has_state_operator, mix, window_and_slopes, without_padding
+from .mixing_aft import Mixing, gated, gather, has_state_operator, mix, window_and_slopes, without_padding
 from .portable_aft import (
     EMPTY,
     Averages,
@@ -122,7 +122,7 @@ class AFTLayerState(CacheLayerMixin):
             key, value = (widen(x) for x in problem.by_head())
             bias = biases.by_lag(1, self._position(biases))
             bias = None if bias is None else bias.squeeze(1).unsqueeze(-1)
-            return _gated(problem, self.step(key, value, bias, biases.slopes))
+            return gated(problem, join_heads(self.step(key, value, bias, biases.slopes)))
         order = counts = None
         if problem.padding_mask is not None:
             counts = problem.padding_mask.sum(-1)
@@ -168,7 +168,7 @@ class AFTLayerState(CacheLayerMixin):
             here = None if counts is None else (counts - start).clamp(0, key_piece.shape[2])
             self.update(key_piece, value_piece, here, biases.slopes)
             start += key_piece.shape[2]
-        return _gated(problem, torch.cat(pieces, 2))
+        return gated(problem, join_heads(torch.cat(pieces, 2)))
 
     def _position(self, biases: PositionBias) -> int | torch.Tensor:
         """Return the position of the next token, one per row (B,) if they differ and w depends on the position."""
@@ -420,12 +420,6 @@ class AFTCache(Cache):
     def nbytes(self) -> int:
         """Size of the cache in bytes."""
         return sum(layer.nbytes() for layer in self.layers)
-
-
-def _gated(problem: Mixing, context: torch.Tensor) -> torch.Tensor:
-    """(B, h, T, c) -> (B, T, d), times sigmoid(query) if the problem has a query."""
-    context = join_heads(context)
-    return context if problem.query is None else torch.sigmoid(problem.query) * context
 
 
 __all__ = ["AFTCache", "AFTLayerState", "AFTStaticLayerState"]

@@ -293,6 +293,9 @@ OPERATORS = "aft_hf_v1"
 # Maximum number of entries of the table of a grid, of all heads, where there is no operator for grids.
 LARGEST_TABLE = 2**24
 
+# Heads with fewer features do not fill a vector of the kernels for tables.
+FEW_FEATURES = 16
+
 # The (operator, type of device) that have been found.
 _found: set[tuple[str, str]] = set()
 
@@ -393,7 +396,15 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
         else:
             kernels = kernels.unsqueeze(1)
         return torch.ops.aft_hf_v1.grid(*given, kernels.float(), *size, biases.hides_outside)
-    return torch.ops.aft_hf_v1.table(*given, biases.dense(problem.length), problem.causal)
+    bias, (rows, _, width) = biases.dense(problem.length), problem.value.shape
+    heads, features = problem.num_heads, width // problem.num_heads
+    if rows < 2 or features >= FEW_FEATURES:
+        return torch.ops.aft_hf_v1.table(*given, bias, problem.causal)
+    # All rows share w, so they can be further features of each head.
+    by_head = (x if x is None else x.unflatten(2, (heads, -1)).expand(-1, -1, -1, features) for x in given)
+    folded = (x if x is None else x.permute(1, 2, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
+    context = torch.ops.aft_hf_v1.table(*folded, bias, problem.causal)
+    return context.view(-1, heads, rows, features).permute(2, 0, 1, 3).flatten(2)
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
@@ -423,12 +434,13 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
             break
     else:
         if documents is not None and documents.can_be_unpacked and not problem.is_pairwise:
-            return _gated(problem, _mix_documents(replace(problem, query=None), documents, implementation))
-        context = _gated(prepared, _portable(prepared))
+            return gated(problem, _mix_documents(replace(problem, query=None), documents, implementation))
+        context = gated(prepared, _portable(prepared))
     return context if order is None else gather(context, order)
 
 
-def _gated(problem: Mixing, context: torch.Tensor) -> torch.Tensor:
+def gated(problem: Mixing, context: torch.Tensor) -> torch.Tensor:
+    """Multiply averages by sigmoid(query) if the problem has a query."""
     return context if problem.query is None else torch.sigmoid(problem.query) * context
 
 

@@ -36,7 +36,6 @@ class PositionBias:
             with slopes, which describe w at every distance.
         slopes: (h,) if w = -slope * distance for every distance; None otherwise.
         hides_outside: whether positions beyond `reach` are hidden (w = -inf); otherwise they have w = 0.
-        columns: positions in a row of the grid; 1 for a sequence, where each position is a row.
     """
 
     relative = True
@@ -44,17 +43,11 @@ class PositionBias:
     reach: int | None = 0
     slopes: torch.Tensor | None = None
     hides_outside = False
-    columns = 1
 
     @property
     def device(self) -> torch.device:
         """The device on which w is computed."""
         return self.tensors()[0].device
-
-    @property
-    def reach_of_rows(self) -> int | None:
-        """The largest distance between two rows at which w can differ from its value outside."""
-        return self.reach
 
     @property
     def outside(self) -> float:
@@ -84,10 +77,6 @@ class PositionBias:
 
         `start` may be negative. w is undefined for positions before 0 and beyond a learned table.
         """
-        return self
-
-    def with_more_rows(self, count: int) -> "PositionBias":
-        """Return the biases of a grid with `count` more rows, if w depends on the number of rows."""
         return self
 
     def tensors(self) -> list[torch.Tensor]:
@@ -238,18 +227,6 @@ class GridKernel(PositionBias):
 
     ordered = False
     reach = None
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]
-        return self.grid_size[1]
-
-    @property
-    def reach_of_rows(self) -> int:
-        return self.kernels.shape[-1] // 2
-
-    def with_more_rows(self, count: int) -> "GridKernel":
-        rows, columns = self.grid_size
-        return replace(self, grid_size=(rows + count, columns))
 
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         rows, columns = self.grid_size

@@ -21,6 +21,7 @@ from ..caching_aft import AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
 from ..mixing_aft import PACKING_INPUTS, Documents, Mixing, gather, mix, without_padding
 from ..portable_aft import can_read_values, split_heads
+from ..position_biases_aft import GridKernel
 from .exchange import count_of_past, state_at_end, with_past
 from .shards import Shard, gather_shards
 
@@ -357,19 +358,21 @@ def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> t
     """Compute a bidirectional shard, of images or of sequences: prepend and append the grid rows within reach of the
     kernels and one sum for all rows farther away, and mix the result as an image with more rows.
     """
-    biases = problem.biases
-    assert biases.reach_of_rows is not None
-    reach = biases.reach_of_rows * biases.columns
+    biases: Any = problem.biases
+    on_grid = isinstance(biases, GridKernel)
+    rows, columns = biases.grid_size if on_grid else (0, 1)
+    reach = columns * (biases.kernels.shape[-1] // 2 if on_grid else biases.reach)
     options: dict[str, Any] = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
     past = count_of_past(reach, biases.hides_outside)
     key, value = with_past(shard, problem.key, problem.value, **options)
     following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
-    filling = -past % biases.columns  # hidden tokens that complete the rows of the summary tokens
+    filling = -past % columns  # hidden tokens that complete the rows of the summary tokens
     key, value = (
         nn.functional.pad(torch.cat([x, after[:, :past].flip(1)], 1), (0, 0, filling, filling), value=hidden)
         for x, after, hidden in zip((key, value), following, (-math.inf, 0.0))
     )
-    biases = biases.with_more_rows(2 * (past + filling) // biases.columns)
+    if on_grid:
+        biases = replace(biases, grid_size=(rows + 2 * (past + filling) // columns, columns))
     whole = replace(problem, key=key, value=value, biases=biases, num_queries=None)
     context = mix(whole, implementation).narrow(1, past + filling, problem.length)
     return context.to(problem.value.dtype)
