@@ -7,6 +7,8 @@ import torch
 
 import aft_hf.portable_aft as portable
 from aft_hf import AFTConv, AFTLocal
+from aft_hf.mixing_aft import Mixing, mix
+from aft_hf.position_biases_aft import GridKernel
 
 
 WIDTH, GRID = 6, (9, 8)
@@ -51,6 +53,8 @@ def test_a_grid_too_large_for_a_table_is_convolved(size, heads, grid_size, convo
     x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
     assert_equal_to_the_reference(on_grid(size, heads=heads), x, grid_size=grid_size)
     assert_equal_to_the_reference(on_grid(size, torch.float64, heads), x.double(), grid_size=grid_size)
+    per_feature = Mixing(x, x.flip(1), heads, GridKernel(torch.randn(heads, size, size), grid_size))
+    torch.testing.assert_close(mix(per_feature, "portable"), mix(per_feature, "reference"))
 
 
 @pytest.mark.parametrize(

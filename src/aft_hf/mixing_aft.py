@@ -344,7 +344,7 @@ def _operators_for(problem: Mixing) -> Iterator[str]:
     if problem.documents is not None:
         return
     one_row = isinstance(biases, LagKernel) and not (biases.causal or biases.hides_outside)
-    if isinstance(biases, GridKernel) or one_row:
+    if (isinstance(biases, GridKernel) and not problem.causal) or one_row:
         yield "grid"
     if isinstance(biases, GridKernel):
         is_small = problem.num_heads * length**2 <= LARGEST_TABLE
@@ -396,7 +396,7 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
         else:
             kernels = kernels.unsqueeze(1)
         return torch.ops.aft_hf_v1.grid(*given, kernels.float(), *size, biases.hides_outside)
-    bias, (rows, _, width) = biases.dense(problem.length), problem.value.shape
+    bias, (rows, length, width) = biases.dense(problem.length).float(), problem.value.shape
     heads, features = problem.num_heads, width // problem.num_heads
     if rows < 2 or features >= FEW_FEATURES:
         return torch.ops.aft_hf_v1.table(*given, bias, problem.causal)
@@ -404,7 +404,7 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
     by_head = (x if x is None else x.unflatten(2, (heads, -1)).expand(-1, -1, -1, features) for x in given)
     folded = (x if x is None else x.permute(1, 2, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
     context = torch.ops.aft_hf_v1.table(*folded, bias, problem.causal)
-    return context.view(-1, heads, rows, features).permute(2, 0, 1, 3).flatten(2)
+    return context.view(length, heads, rows, features).permute(2, 0, 1, 3).flatten(2)
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:

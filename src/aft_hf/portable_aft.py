@@ -635,10 +635,10 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
     Biases are clamped to at least the largest bias minus `LARGEST_SPAN`.
     """
     kernel, grid_size = biases.kernels.to(key.dtype), biases.grid_size
-    size = kernel.shape[-1]
+    size, width = kernel.shape[-1], value.shape[-1]
     weights = torch.exp(key - key.detach().amax(1, keepdim=True).clamp_min(EMPTY))
-    features = torch.cat([weights * value, weights], -1)  # (h, T, B, c + 1)
-    features = features.permute(2, 3, 0, 1).unflatten(-1, grid_size)  # (B, c + 1, h, rows, columns)
+    features = torch.cat([weights * value, weights], -1)  # (h, T, B, c + k)
+    features = features.permute(2, 3, 0, 1).unflatten(-1, grid_size)  # (B, c + k, h, rows, columns)
 
     near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
     # Both parts are relative to the largest bias: that of the kernel, or 0 if some positions lie outside the kernel.
@@ -651,9 +651,9 @@ def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKerne
     ).view_as(features)
     outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
     sums = inside + outside * torch.exp(-maximum.clamp(0.0, LARGEST_SPAN))
-    sums = sums.flatten(-2).permute(2, 3, 0, 1)  # (h, T, B, c + 1)
+    sums = sums.flatten(-2).permute(2, 3, 0, 1)  # (h, T, B, c + k)
     # In ONNX a split is a sequence, which onnxruntime fails to run after it has quantized the program.
-    return Averages.of(sums[..., :-1], sums[..., -1:], 0.0).average
+    return Averages.of(sums[..., :width], sums[..., width:], 0.0).average
 
 
 def _near(length: int, radius: int, like: torch.Tensor) -> torch.Tensor:

@@ -214,7 +214,8 @@ class LagKernel(PositionBias):
         return bias.masked_fill(~inside, self.outside).movedim(0, -3)
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
-        return self.kernels.flip(-1)[None, None]
+        kernels = self.kernels.flip(-1) if self.causal else self.kernels[:, : self.reach + 1]
+        return kernels[None, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal
 from aft_hf.caching_aft import AFTLayerState
 from aft_hf.mixing_aft import Mixing, mix
-from aft_hf.position_biases_aft import LagKernel
+from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel
 
 
 MIXERS = {
@@ -93,3 +93,22 @@ def test_a_kernel_of_causal_lags_in_a_bidirectional_problem_is_not_a_grid(size, 
     biases = LagKernel(torch.randn(2, size), causal=True, hides_outside=hides_outside)
     problem = Mixing(torch.randn(1, 9, 2), torch.randn(1, 9, 4), 2, biases)
     torch.testing.assert_close(mix(problem), mix(problem, "reference"))
+
+
+@pytest.mark.parametrize("implementation", ("auto", "portable"))
+@pytest.mark.parametrize("hides_outside", (False, True))
+@pytest.mark.parametrize("grid_size", (None, (3, 3), (9, 1)), ids=str)
+def test_a_kernel_on_both_sides_in_a_causal_problem_hides_later_tokens(grid_size, hides_outside, implementation):
+    biases = LagKernel(torch.randn(2, 5), causal=False, hides_outside=hides_outside)
+    if grid_size is not None:
+        biases = GridKernel(torch.randn(2, 3, 3), grid_size, hides_outside)
+    problem = Mixing(torch.randn(2, 9, 2), torch.randn(2, 9, 4), 2, biases, causal=True)
+    torch.testing.assert_close(mix(problem, implementation), mix(problem, "reference"))
+
+
+@pytest.mark.parametrize("biases", (Dense(torch.randn(2, 9, 3), torch.randn(2, 9, 3)), Dense(torch.randn(2, 9, 9))))
+def test_autocast_around_the_operation_itself_is_allowed(biases):
+    problem = Mixing(torch.randn(2, 9, 4), torch.randn(2, 9, 4), 2, biases)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mix(problem)
+    torch.testing.assert_close(found, mix(problem), rtol=0.1, atol=0.1)

@@ -322,7 +322,7 @@ def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *sta
 
 def _sizes_of_grid(query, key, value, kernels, rows, columns, hides_outside) -> Fields:  # type: ignore[no-untyped-def]
     length, (heads, *size) = value.shape[1], kernels.shape
-    fits = length == rows * columns and len(size) == 2 and all(x % 2 for x in size)
+    fits = min(rows, columns) >= 0 and length == rows * columns and len(size) == 2 and all(x % 2 for x in size)
     sizes = _checked_sizes((query, key, value, kernels, rows, columns), heads, length, fits)
     return sizes, [rows, columns, *size, hides_outside]
 

@@ -281,9 +281,9 @@ class CausalColumn {
   // Adds the entries begin .. end - 1 to the far sums.
   void take_in(int begin, int end, vf center) {
     if (p.hides_outside) return;
-    far = careful_sums(far, [&](auto visit) {
+    far.add(careful_sums({}, [&](auto visit) {
       for (int i = begin; i < end; ++i) visit({load(m + i * VL), load(n + i * VL)}, load(v + i * VL) - center);
-    });
+    }));
   }
 
   const CausalProblem& p;
@@ -313,6 +313,7 @@ class CausalColumn {
   // `queries` the fast way, tile by tile. `later` are the far sums of the first query, then of that after the last.
   template <bool VECTORS, class Emit>
   bool tiles(int count, Sums& later, const Emit& emit) {
+    Sums own;  // far sums over the chunk, apart, so that rounding errors grow with the number of chunks only
     for (int i = 0; i < count; i += TILE) {
       const int rows = std::min(TILE, count - i);
       const float* weights[TILE];
@@ -320,9 +321,10 @@ class CausalColumn {
       for (int u = 0; u < TILE; ++u) {
         weights[u] = weights_of(i + u);
         const vf of_far = far_weight<VECTORS>(weights[u]);
-        numerator[u] = later.numerator * of_far, denominator[u] = later.denominator * of_far;
+        numerator[u] = (later.numerator + own.numerator) * of_far;
+        denominator[u] = (later.denominator + own.denominator) * of_far;
         if (p.hides_outside || u >= rows) continue;
-        later.numerator += load(ev + (i + u) * VL), later.denominator += load(e + (i + u) * VL);
+        own.numerator += load(ev + (i + u) * VL), own.denominator += load(e + (i + u) * VL);
       }
       if (reach == 0) {
         for (int u = 0; u < TILE; ++u) {
@@ -344,6 +346,7 @@ class CausalColumn {
       if (any((smallest < SMALLEST) | (sum * 0.0f != 0.0f))) return false;
       for (int u = 0; u < rows; ++u) emit(i + u, Sums{numerator[u], denominator[u], top});
     }
+    later.numerator += own.numerator, later.denominator += own.denominator;
     return true;
   }
 

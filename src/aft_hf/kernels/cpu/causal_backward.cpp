@@ -158,15 +158,16 @@ class Backward {
     CausalColumn<S>& sums = column.sums;
     Sums& later = column.later;
     later.take_exponent(-sums.top);
+    Sums own;  // of the chunk, apart, as in the forward pass
     for (int entry = (reach_ + count - 1) / TILE * TILE; entry >= 0; entry -= TILE) {
       vf a[TILE], b[TILE];
       for (int u = TILE - 1; u >= 0; --u) {
         const int i = entry + u;
         a[u] = b[u] = vf{};
         if (p.hides_outside || i >= count) continue;
-        a[u] = later.denominator, b[u] = later.numerator;
+        a[u] = later.denominator + own.denominator, b[u] = later.numerator + own.numerator;
         const vf weight = sums.template far_weight<VECTORS>(sums.weights_of(i));
-        later.denominator += load(column.a + i * VL) * weight, later.numerator += load(column.b + i * VL) * weight;
+        own.denominator += load(column.a + i * VL) * weight, own.numerator += load(column.b + i * VL) * weight;
       }
       const int first = std::max(0, entry - reach_), last = std::min(count, entry + TILE);
       if (reach_ == 0) {
@@ -193,6 +194,7 @@ class Backward {
         store(dkey_ + at, key * (a[u] * value + b[u]) + (from_later ? load(dkey_ + at) : vf{}));
       }
     }
+    later.denominator += own.denominator, later.numerator += own.numerator;
   }
 
   // The same, and the gradients of w, if queries have exponents of their own.

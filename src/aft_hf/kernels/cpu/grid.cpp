@@ -12,6 +12,7 @@
 // to be exact, since that key is hidden or its w is very negative, the query is computed again with its own exponent.
 #include "grid.h"
 
+#include <cstdlib>
 #include <type_traits>
 #include <vector>
 
@@ -38,6 +39,25 @@ void for_tiles(int64_t count, const Use& use) {
   }
 }
 
+// A sum of any number of terms with the rounding errors of a few: blocks are added with compensation (Kahan, 1965).
+class RunningSum {
+ public:
+  vf add(vf x) {
+    block_ += x;
+    const vf sum = total_ + block_;
+    if (++count_ % BLOCK) return sum;
+    const vf term = block_ - lost_, next = total_ + term, lost = (next - total_) - term;
+    lost_ = lost == lost ? lost : vf{};  // infinite values stay infinite
+    total_ = next, block_ = vf{};
+    return sum;
+  }
+
+ private:
+  static constexpr int BLOCK = 32;
+  vf total_ = {}, block_ = {}, lost_ = {};
+  int64_t count_ = 0;
+};
+
 // A vector of features, and the lane of the key of each.
 struct Features {
   vf of_keys(vf keys) const { return permuted(keys, lanes); }
@@ -61,7 +81,9 @@ struct Group {
       vf w = {};
       for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head(p, lane) * p.taps() + tap];
       const Scaled e = split_exp(w);
-      m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
+      m[tap] = e.m, n[tap] = e.n;
+      const int64_t down = tap / p.kernel_columns - p.kernel_rows / 2, right = tap % p.kernel_columns - p.kernel_columns / 2;
+      if (std::abs(down) < p.rows && std::abs(right) < p.columns) most = max(e.n, most);  // otherwise it is never used
     }
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights[tap] = scaled(m[tap], n[tap] - most);
     outside = p.hides_outside ? vf{} : scaled(splat(1.0f), -most);
@@ -82,7 +104,7 @@ class Task {
  public:
   Task(const GridProblem& problem, bool backward)
       : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1), m_(p.length), n_(m_), v_(m_),
-        denominators_(m_), numerators_(m_), beside_(m_), rows_(p.rows), weights_(p.taps()),
+        denominators_(m_), numerators_(m_), beside_(m_), above_(p.rows), below_(p.rows), weights_(p.taps()),
         e_(p.rows * stride_ + 2), ev_(e_) {
     if (backward) a_ = b_ = e_, dkey_ = dvalue_ = m_;
   }
@@ -167,6 +189,8 @@ class Task {
     }
     for (int64_t i = 0; i < p.length; ++i) e_[at(i)] = scaled(m_[i], n_[i] - top);
     convolve(e_, group.weights, group.outside, denominators_);
+    const vi empty = top <= NEVER;  // all keys are hidden: results are 0
+    for (int64_t i = 0; i < p.length && any(empty); ++i) denominators_[i] = empty ? splat(1.0f) : denominators_[i];
   }
 
   void read_values(const Features& features) {
@@ -179,10 +203,15 @@ class Task {
   }
 
   // Sets the center from which values count in the backward pass, where terms cancel otherwise: the mean of the values
-  // that are finite, so that nothing spreads to queries that do not see it.
+  // that are visible and finite, so that nothing spreads to queries that do not see it.
   void set_center() {
-    for (vf value : v_) center_ += value - value == 0.0f ? value : vf{};
-    center_ /= float(p.length);
+    vf sum = {}, seen = {};
+    for (int64_t i = 0; i < p.length; ++i) {
+      const vi counts = (features_->of_keys(m_[i]) != 0.0f) & (v_[i] - v_[i] == 0.0f);
+      sum += counts ? v_[i] : vf{}, seen += counts ? splat(1.0f) : vf{};
+    }
+    sum /= max(seen, splat(1.0f));
+    center_ = sum - sum == 0.0f ? sum : vf{};
   }
 
   void multiply() {
@@ -201,9 +230,7 @@ class Task {
     const int64_t reach = p.kernel_rows / 2;
     for (int64_t row = 0; row < p.rows; ++row) {
       const int64_t first = std::max<int64_t>(0, row - reach), last = std::min(p.rows - 1, row + reach);
-      vf rows = {};  // outside of the kernel
-      for (int64_t r = 0; r < p.rows && !p.hides_outside; ++r)
-        if (r < first || r > last) rows += rows_[r];
+      const vf rows = p.hides_outside ? vf{} : above_[first] + below_[last];  // outside of the kernel
       for_tiles(p.columns, [&](auto size, int64_t column) {
         constexpr int Q = size;
         vf x[Q];
@@ -223,18 +250,23 @@ class Task {
     }
   }
 
-  // The sums over the columns outside of the kernel, for each position of a row, and over whole rows.
+  // The sums over the columns outside of the kernel, for each position of a row, and over the rows above and below.
   void sum_outside(const Vectors& image) {
+    RunningSum above, below;
     for (int64_t row = 0; row < p.rows; ++row) {
-      vf left = {}, right = {}, all = {};
+      RunningSum left, right, all;
+      vf sum = {};
       for (int64_t column = 0; column < p.columns; ++column) {
-        beside_[row * p.columns + column] = left += image[at(row, column - reach_ - 1)];
-        all += image[at(row, column)];
+        beside_[row * p.columns + column] = left.add(image[at(row, column - reach_ - 1)]);
+        sum = all.add(image[at(row, column)]);
       }
       for (int64_t column = p.columns - 1; column >= 0; --column)
-        beside_[row * p.columns + column] += right += image[at(row, column + reach_ + 1)];
-      rows_[row] = all;
+        beside_[row * p.columns + column] += right.add(image[at(row, column + reach_ + 1)]);
+      if (row + 1 < p.rows) above_[row + 1] = above.add(sum);
+      below_[row] = sum;
     }
+    vf sum = {};
+    for (int64_t row = p.rows - 1; row >= 0; --row) sum = below.add(std::exchange(below_[row], sum));
   }
 
   // ------------------------------------------------------------------------------------ queries with an own exponent
@@ -311,7 +343,7 @@ class Task {
   vf* dkernel_ = nullptr;
   vf center_;
   Vectors m_, n_, v_, denominators_, numerators_;  // exp(K) = m 2^n, V, and sums
-  Vectors beside_, rows_, weights_, dkey_, dvalue_;
+  Vectors beside_, above_, below_, weights_, dkey_, dvalue_;
   Vectors e_, ev_, a_, b_;  // images: exp(K), exp(K) V, and the gradients of both sums
 };
 

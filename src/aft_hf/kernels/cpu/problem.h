@@ -41,6 +41,11 @@ struct Sums {
     denominator = scaled(denominator, n - exponent);
     n = exponent;
   }
+  void add(Sums other) {
+    const vf most = max(n, other.n);
+    take_exponent(most), other.take_exponent(most);
+    numerator += other.numerator, denominator += other.denominator;
+  }
   vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
   void divide(Scaled growth) {
     numerator /= growth.m, denominator /= growth.m, n -= growth.n;

@@ -312,15 +312,15 @@ class Task {
     ready_ = 0;
   }
 
-  // The center from which values count: the first value of a causal row, which all queries see, or else the mean. 0
-  // where it is not finite, or the token is hidden.
+  // The center from which values count: the first visible value of a causal row, which all queries see that see any, or
+  // else the mean. 0 where it is not finite.
   void find_center() {
     for (int64_t f = 0; f < wide_; f += VL) {
       vf sum = {}, seen = {};
-      for (int64_t t = 0; t < (p.causal ? 1 : p.length); ++t) {
-        const vi hidden = load(&m_[t * wide_ + f]) == 0.0f;
-        sum += hidden ? vf{} : load(&v_[t * wide_ + f]);
-        seen += hidden ? vf{} : splat(1.0f);
+      for (int64_t t = 0; t < p.length; ++t) {
+        const vi skipped = (load(&m_[t * wide_ + f]) == 0.0f) | (p.causal ? seen > 0.0f : vi{});
+        sum += skipped ? vf{} : load(&v_[t * wide_ + f]);
+        seen += skipped ? vf{} : splat(1.0f);
       }
       const vf center = sum / max(seen, splat(1.0f));
       store(&center_[f], center - center == 0.0f ? center : vf{});
