@@ -82,7 +82,8 @@ struct Group {
       for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head(p, lane) * p.taps() + tap];
       const Scaled e = split_exp(w);
       m[tap] = e.m, n[tap] = e.n;
-      const int64_t down = tap / p.kernel_columns - p.kernel_rows / 2, right = tap % p.kernel_columns - p.kernel_columns / 2;
+      const int64_t down = tap / p.kernel_columns - p.kernel_rows / 2;
+      const int64_t right = tap % p.kernel_columns - p.kernel_columns / 2;
       if (std::abs(down) < p.rows && std::abs(right) < p.columns) most = max(e.n, most);  // otherwise it is never used
     }
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights[tap] = scaled(m[tap], n[tap] - most);
