@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 TEXT = f"""# The paper's claims at small scale
 
 Each claim is tested by training small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels
-and images). The models end far from convergence and are a fraction of the paper's size: compare the order of two
-numbers, not their values. Text is in bits per character or dimension, where lower is better; images in accuracy, where
-higher is better.
+and images). They end far from convergence and are a fraction of the paper's size: compare the order of two numbers,
+not their values. Text is in bits per character or dimension (lower is better), images in accuracy.
 
 **Rule, fixed before the runs.** Arms are compared seed by seed. The effect is our number minus the other, with the
 95 % interval of Student's t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). A comparison *holds*
 if the whole interval is on the claimed side, *does not hold* if it is on the other side, and is else *not decided*; a
 margin that a claim allows is added first. A claim holds if all of its comparisons do, controls included. Controls are
 ours, not the paper's; those that cannot reverse a claim are in parentheses. Seeds change neither counts of parameters
-nor speeds, which have the interval of repeated turns. The intervals do not contain the sampling error of the test
-sets, which both arms share (standard error of a score: {{errors}}).
+nor speeds, which have the interval of repeated turns. Intervals leave out the sampling error of the test sets, which
+both arms share (standard error of a score: {{errors}}).
 
 **Runs.** Each arm gets the learning rate, of three, with the lowest training loss in short runs with another seed, and
 a cosine schedule that ends. A † marks earlier runs: three seeds, a quarter of the steps at four times the batch (for
@@ -47,8 +46,7 @@ python -m scripts.reproduction report
 
 `cifar10` is a folder with `train.parquet` and `validation.parquet`. The first command resumes after an interruption
 and begins no run after its hours; `--plan` lists what is left. The second writes this page and
-[its records](reproduction.json), one per line, with the learning rates and versions. The models are in
-`scripts/reproduction/arms.py`.
+[its records](reproduction.json), with learning rates and versions. The models are in `scripts/reproduction/arms.py`.
 
 ## Claims
 
