@@ -337,6 +337,16 @@ def test_rounding_errors_of_long_sums_do_not_add_up(variant):
         torch.testing.assert_close(found["value"].double(), exact, rtol=2 * allowed, atol=0)
 
 
+def test_taps_that_lie_off_the_grid_for_every_query_have_no_effect(variant):
+    for hides_outside in (False, True):
+        problem = grid(2, 2, 3, 8, 2, (5, 7), hides_outside=hides_outside)
+        weight = torch.randn(problem.value.shape)
+        expected = with_gradients(operator, problem, weight)
+        for size in (1e4, math.nan):
+            problem.bias[:, (0, -1)] = problem.bias[:, :, (0, -1)] = size
+            torch.testing.assert_close(with_gradients(operator, problem, weight), expected)
+
+
 @pytest.mark.parametrize("slope", (0.9, 1.5, 3.0, 10.0))
 def test_far_keys_count_for_any_slope(slope, variant):
     problem = causal("slopes", 2, 200, 16, 2)._replace(slopes=torch.full((2,), slope))

@@ -80,11 +80,11 @@ struct Group {
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
       vf w = {};
       for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head(p, lane) * p.taps() + tap];
-      const Scaled e = split_exp(w);
-      m[tap] = e.m, n[tap] = e.n;
       const int64_t down = tap / p.kernel_columns - p.kernel_rows / 2;
       const int64_t right = tap % p.kernel_columns - p.kernel_columns / 2;
-      if (std::abs(down) < p.rows && std::abs(right) < p.columns) most = max(e.n, most);  // otherwise it is never used
+      const bool on_grid = std::abs(down) < p.rows && std::abs(right) < p.columns;  // of any query
+      const Scaled e = on_grid ? split_exp(w) : Scaled{vf{}, splat(NEVER)};
+      m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights[tap] = scaled(m[tap], n[tap] - most);
     outside = p.hides_outside ? vf{} : scaled(splat(1.0f), -most);
