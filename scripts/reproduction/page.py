@@ -141,12 +141,13 @@ def number(value: float, sign: str = "") -> str:
 
 def _sides(claim: Claim, records: Records) -> dict[tuple[str, str], list[dict]]:
     """The arms and metrics of a claim that a picture shows, but no counts of parameters, and their runs: those whose
-    identity is known, or only earlier ones if an arm has no others, since both kinds do not compare.
+    identity is known, or only earlier ones if an arm of the same data has no others, since both kinds do not compare.
     """
     sides = [x for c in claim.comparisons if "parameters" not in c.metric for x in (c.ours, c.other)]
     arms = {side: side[0] for side in dict.fromkeys(sides) if isinstance(side, tuple)}
-    known = all(records.of(arm) or not records.of(arm, confirmed=False) for arm in arms.values())
-    runs = {side: [dict(x) for x in records.of(arm, confirmed=known).values()] for side, arm in arms.items()}
+    earlier = {ARMS[arm].data for arm in arms.values() if records.of(arm, confirmed=False) and not records.of(arm)}
+    known = {arm: ARMS[arm].data not in earlier for arm in arms.values()}
+    runs = {side: [dict(x) for x in records.of(arm, confirmed=known[arm]).values()] for side, arm in arms.items()}
     return {side: found for side, found in runs.items() if found}
 
 
