@@ -66,3 +66,9 @@ def test_a_picture_does_not_mix_runs_of_this_rule_with_earlier_ones(records):
         assert {x["identity"] for runs_of_arm in shown.values() for x in runs_of_arm} == {None}
         assert {arm for arm, _ in shown} == {"conv-3", "conv-3-no-global"}
     assert len(_sides(CLAIMS[10], mixed)) == 2
+    trained = [run for arm in ("conv", "conv-entropy", "conv-one-position") for run in runs(arm, 0.4, 0.5, 0.6)]
+    shown = _sides(CLAIMS[15], Records([*trained, *runs("speed-one-position", 0.9, identity=None)]))
+    assert {arm: runs_of_arm[0]["identity"] for (arm, _), runs_of_arm in shown.items()} == {
+        **dict.fromkeys(("conv", "conv-entropy", "conv-one-position"), "known"),
+        "speed-one-position": None,
+    }
