@@ -284,8 +284,8 @@ _CLAIMS = (
             _beats("AFT-alibi, RWKV-4", "characters-aft-alibi", "characters-rwkv"),
             _beats("AFT-alibi, attention with ALiBi", "characters-aft-alibi", "characters-transformer-alibi"),
         ),
-        "AFT-alibi has as many parameters as its peers; tables are a third of those of AFT-local. RWKV-4 is an AFT "
-        "with learned decays, which also sees the token before.",
+        "AFT-alibi has as many parameters as its peers; a third of AFT-local's parameters are tables. RWKV-4 is an "
+        "AFT with learned decays; its inputs include the token before.",
     ),
 )
 CLAIMS = {claim.number: claim for claim in _CLAIMS}

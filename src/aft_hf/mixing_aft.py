@@ -401,10 +401,10 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
     if rows < 2 or features >= FEW_FEATURES:
         return torch.ops.aft_hf_v1.table(*given, bias, problem.causal)
     # All rows share w, so they can be further features of each head.
-    by_head = (x if x is None else x.unflatten(2, (heads, -1)).expand(-1, -1, -1, features) for x in given)
-    folded = (x if x is None else x.permute(1, 2, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
+    by_head = (x if x is None else split_heads(x, heads).expand(-1, -1, -1, features) for x in given)
+    folded = (x if x is None else x.permute(2, 1, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
     context = torch.ops.aft_hf_v1.table(*folded, bias, problem.causal)
-    return context.view(length, heads, rows, features).permute(2, 0, 1, 3).flatten(2)
+    return join_heads(context.view(length, heads, rows, features).permute(2, 1, 0, 3))
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:

@@ -313,7 +313,7 @@ class CausalColumn {
   // `queries` the fast way, tile by tile. `later` are the far sums of the first query, then of that after the last.
   template <bool VECTORS, class Emit>
   bool tiles(int count, Sums& later, const Emit& emit) {
-    Sums own;  // far sums over the chunk, apart, so that rounding errors grow with the number of chunks only
+    Sums own;  // of the chunk, not added to earlier chunks one by one: rounding errors grow with the chunks
     for (int i = 0; i < count; i += TILE) {
       const int rows = std::min(TILE, count - i);
       const float* weights[TILE];

@@ -158,7 +158,7 @@ class Backward {
     CausalColumn<S>& sums = column.sums;
     Sums& later = column.later;
     later.take_exponent(-sums.top);
-    Sums own;  // of the chunk, apart, as in the forward pass
+    Sums own;  // of the chunk, as in the forward pass
     for (int entry = (reach_ + count - 1) / TILE * TILE; entry >= 0; entry -= TILE) {
       vf a[TILE], b[TILE];
       for (int u = TILE - 1; u >= 0; --u) {

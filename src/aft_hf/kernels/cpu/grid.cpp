@@ -39,7 +39,8 @@ void for_tiles(int64_t count, const Use& use) {
   }
 }
 
-// A sum of any number of terms with the rounding errors of a few: blocks are added with compensation (Kahan, 1965).
+// A sum whose rounding error does not grow with the number of terms: blocks of terms are added by compensated summation
+// (Kahan, 1965).
 class RunningSum {
  public:
   vf add(vf x) {
@@ -82,7 +83,7 @@ struct Group {
       for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head(p, lane) * p.taps() + tap];
       const int64_t down = tap / p.kernel_columns - p.kernel_rows / 2;
       const int64_t right = tap % p.kernel_columns - p.kernel_columns / 2;
-      const bool on_grid = std::abs(down) < p.rows && std::abs(right) < p.columns;  // of any query
+      const bool on_grid = std::abs(down) < p.rows && std::abs(right) < p.columns;  // for any query
       const Scaled e = on_grid ? split_exp(w) : Scaled{vf{}, splat(NEVER)};
       m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }

@@ -312,8 +312,8 @@ class Task {
     ready_ = 0;
   }
 
-  // The center from which values count: the first visible value of a causal row, which all queries see that see any key,
-  // or else the mean. 0 where it is not finite.
+  // The center from which values count: the first visible value of a causal row (earlier queries see no key), or else the
+  // mean of the visible values. 0 where it is not finite.
   void find_center() {
     for (int64_t f = 0; f < wide_; f += VL) {
       vf sum = {}, seen = {};
