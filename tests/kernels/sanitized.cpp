@@ -4,10 +4,7 @@
 #include <cstdlib>
 #include <random>
 
-#include "band.h"
 #include "causal.h"
-#include "grid.h"
-#include "table.h"
 
 extern "C" {
 int aft_causal(const aft::CausalProblem*);

@@ -1,14 +1,30 @@
-// The kernels for w of a causal window by factors (see band.h).
-#include "band.h"
+// w of a causal window by factors u and v (Eq. 7), from each token to the last s ones, and its gradients:
+//
+//   w_tj = u_t . v_t'  with t' = t - (s - 1) + j,    dL/du_t = sum_j g_tj v_t',    dL/dv_t' = sum_t g_tj u_t
+#include "problem.h"
 
 namespace aft {
 namespace {
 
+constexpr int64_t SPAN = 64;               // positions of a task
 constexpr int SIDE = 4, ROWS = VL / SIDE;  // a register tile has ROWS x SIDE vectors
+
+// Calls run(head, first, last) for spans of the positions begin .. end - 1.
+template <class Run>
+void for_each_span(const BandProblem& p, int64_t begin, int64_t end, const Run& run) {
+  const int64_t spans = (end - begin + SPAN - 1) / SPAN;
+  parallel_for(p.heads * spans, p.heads * (end - begin) * p.features, [&](int64_t task, int64_t tasks) {
+    const FlushSubnormals flush;
+    for (; task < tasks; ++task) {
+      const int64_t first = begin + task % spans * SPAN;
+      run(task / spans, first, std::min(first + SPAN, end));
+    }
+  });
+}
 
 template <class S>
 void forward(const BandProblem& p) {
-  p.for_each_span(p.start, p.start + p.length, [&](int64_t head, int64_t begin, int64_t end) {
+  for_each_span(p, p.start, p.start + p.length, [&](int64_t head, int64_t begin, int64_t end) {
     const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
     // Tiles reach beyond both ends of u and v; what they read there is not used.
     const auto inside = [&](int64_t t) { return std::min(std::max<int64_t>(t, 0), p.positions - 1); };
@@ -76,7 +92,7 @@ void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, co
 
 template <class S>
 void backward(const BandProblem& p) {
-  p.for_each_span(0, p.positions, [&](int64_t head, int64_t begin, int64_t end) {
+  for_each_span(p, 0, p.positions, [&](int64_t head, int64_t begin, int64_t end) {
     const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
     gradient<true>(p, head, begin, end, v, p.key_row, (S*)p.query_gradient);
     gradient<false>(p, head, begin, end, u, p.query_row, (S*)p.key_gradient);

@@ -10,11 +10,11 @@
 //
 // Every query sees the largest key, so exp(K) takes its exponent for all. Where a denominator is nevertheless too small
 // to be exact, since that key is hidden or its w is very negative, the query is computed again with its own exponent.
-#include "grid.h"
-
 #include <cstdlib>
 #include <type_traits>
 #include <vector>
+
+#include "problem.h"
 
 namespace aft {
 namespace {

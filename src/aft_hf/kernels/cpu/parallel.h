@@ -17,8 +17,8 @@ typedef void (*Range)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Range range, void* context);
 typedef int32_t (*GetNumThreads)(uint32_t* count);
 
-extern ParallelFor torch_parallel_for;  // null: one thread
-extern GetNumThreads torch_get_num_threads;
+inline ParallelFor torch_parallel_for = nullptr;  // null: one thread
+inline GetNumThreads torch_get_num_threads = nullptr;
 
 // Below this number of features times tokens, starting threads takes longer than the computation.
 constexpr int64_t FEW_NUMBERS = 1 << 15;

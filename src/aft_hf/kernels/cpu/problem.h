@@ -1,4 +1,4 @@
-// What the problems of Eq. 2 have in common, and vectors of features: which heads they belong to, and memory for them.
+// The problems that Python passes, sums of Eq. 2, and vectors of features: their heads, and memory for them.
 #pragma once
 
 #include <memory>
@@ -12,8 +12,8 @@ namespace aft {
 // Sums with a smaller denominator are computed again: terms below 2^-126 are lost, so 2^-34 of such a denominator each.
 constexpr float SMALLEST = 0x1p-92f;
 
-// All fields have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
-struct Problem {
+// The fields of all problems have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
+struct Problem {  // what problems of Eq. 2 have in common
   int64_t is_bf16;                    // query, key, value, output and their gradients are bfloat16, otherwise float32
   int64_t batch, queries, length;     // B, T, T'
   int64_t width, heads, key_width;    // d, h, and d, or h for one key per head
@@ -30,6 +30,37 @@ struct Problem {
   int64_t numbers() const { return batch * queries * width; }
   int64_t features() const { return width / heads; }  // of a head
   bool key_per_head() const { return key_width != width; }
+};
+
+struct TableProblem : Problem {
+  int64_t causal;  // whether a query sees only t' <= t
+
+  int64_t seen(int64_t t) const { return causal ? t + 1 : length; }
+};
+
+struct GridProblem : Problem {
+  int64_t rows, columns;
+  int64_t kernel_rows, kernel_columns;  // odd; `bias` is (h, kernel_rows, kernel_columns)
+  int64_t hides_outside;
+
+  int64_t taps() const { return kernel_rows * kernel_columns; }
+};
+
+struct BandProblem {  // of band.cpp
+  int64_t is_bf16;  // u and v are bfloat16, otherwise float32
+  int64_t heads, positions, features;
+  int64_t start, length, window;  // the first token, T, s
+  const void *query, *key;        // u and v, (h, positions, features)
+  int64_t query_head, query_row, key_head, key_row;  // strides
+  float* band;                            // w or its gradient, (T, h, s)
+  void *query_gradient, *key_gradient;    // contiguous
+
+  bool holds(int64_t query, int64_t key) const {
+    return start <= query && query < start + length && key <= query && query < key + window;
+  }
+  int64_t place(int64_t head, int64_t query, int64_t key) const {
+    return ((query - start) * heads + head) * window + window - 1 + key - query;
+  }
 };
 
 // Sums of exp(K + w) V and of exp(K + w), divided by 2^n.

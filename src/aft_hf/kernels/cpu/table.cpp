@@ -15,13 +15,11 @@
 // Queries are computed in blocks. A block of a causal problem sees the keys up to its end, and N is the largest n of
 // these keys, so later keys do not matter. V' = V - c counts from a center c in the backward pass, where terms cancel
 // otherwise. With AVX512-BF16, problems in bfloat16 multiply pairs of bfloat16 numbers and add to float32 sums.
-#include "table.h"
-
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "pairs.h"
+#include "problem.h"
 
 namespace aft {
 namespace {
