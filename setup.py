@@ -1,5 +1,6 @@
 """Compile the CPU kernels when the package is installed or a wheel is built; everything else is in setup.cfg."""
 
+import shutil
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,8 +21,10 @@ class BuildWithKernels(build_py):
     """Copies the package and compiles the kernels into it; for an editable installation, next to their sources."""
 
     def run(self) -> None:
-        super().run()
         directory = kernels.SOURCES if self.editable_mode else Path(self.build_lib) / "aft_hf/kernels/cpu"
+        if not self.editable_mode:  # files of an earlier build would change the digest of the sources
+            shutil.rmtree(directory, ignore_errors=True)
+        super().run()
         try:
             kernels.build(directory)
         except (OSError, RuntimeError) as error:

@@ -67,6 +67,16 @@ def test_without_a_compiler_the_build_says_so_in_one_line():
     assert result.stderr.count("\n") == 1 and "the portable form is used" in result.stderr
 
 
+def test_files_of_an_earlier_build_do_not_reach_the_wheel(tmp_path):
+    folder = tmp_path / "aft_hf/kernels/cpu"
+    folder.mkdir(parents=True)
+    (folder / "earlier.h").touch()
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
+    environment = os.environ | {"PATH": "/nowhere", "CXX": ""}  # without a compiler
+    subprocess.run(command, cwd=HERE.parents[1], env=environment, check=True, capture_output=True)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in build.SOURCES.glob("*.[ch]*")}
+
+
 @pytest.mark.parametrize("asked", ("none", "avx9"))
 def test_a_variable_switches_the_kernels_off(asked):
     code = (

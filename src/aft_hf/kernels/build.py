@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,12 +44,11 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))), None)
 
 
-def build(directory: Path = SOURCES, options: Iterable[str] = ()) -> list[str]:
+def build(directory: Path = SOURCES) -> list[str]:
     """Compile the kernels for each instruction set of this architecture, and print the errors of those that fail.
 
     Args:
         directory: where the libraries are written.
-        options: further options of the compiler.
 
     Returns:
         The variants that were compiled.
@@ -68,14 +66,14 @@ def build(directory: Path = SOURCES, options: Iterable[str] = ()) -> list[str]:
     def compile_variant(variant: str) -> bool:
         path = library_path(variant, directory)
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        command = [found, *OPTIONS, *variants[variant], *options, *sources, "-o", str(unfinished)]
+        command = [found, *OPTIONS, *variants[variant], *sources, "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             print(f"aft-hf: no CPU kernels for {variant}: {found} failed:\n{result.stderr}", file=sys.stderr)
             return False
         unfinished.replace(path)
         for other in set(directory.glob(f"libaft_{variant}_*.so")) - {path}:  # of earlier sources
-            other.unlink()
+            other.unlink(missing_ok=True)
         return True
 
     with ThreadPoolExecutor() as threads:
