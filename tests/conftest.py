@@ -14,8 +14,10 @@ import torch
 
 if not torch.cuda.is_available():  # Triton reads the variable at import, and then interprets kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import datasets
+from accelerate.state import AcceleratorState, GradientState
 
 from aft_hf import benchmarking, cli
 
@@ -29,17 +31,31 @@ benchmarking.keep_freed_memory = cli.keep_freed_memory = lambda: None
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each worker of pytest-xdist start with slow tests: workers then end at about the same time."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    slow = [item for item in items if "slow" in item.keywords]
+    others = [item for item in items if "slow" not in item.keywords]
+
+    def part(kind: list[pytest.Item], worker: int) -> list[pytest.Item]:
+        return kind[len(kind) * worker // workers : len(kind) * (worker + 1) // workers]
+
+    items[:] = [item for worker in range(workers) for kind in (slow, others) for item in part(kind, worker)]
+
+
 @pytest.fixture
 def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
     """Function that runs `aft-hf`, or a script or module of scripts/, and returns its exit code and output.
 
     The command runs in this process, which saves the seconds that a new process takes to import its libraries. The
-    root of the repository is the current directory.
+    root of the repository is the current directory, unless the test changes it.
     """
 
     def run(name: str, *arguments: object) -> CompletedProcess:
         words = [str(ROOT / "scripts" / name) if name.endswith(".py") else name, *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         code: int | str | None = 0
         capfd.readouterr()
         try:
