@@ -6,7 +6,6 @@ docs/conformance.md says which tests are skipped, and why.
 import unittest
 
 from torch import nn
-from transformers.models.auto import modeling_auto
 from transformers_tests.generation.test_utils import GenerationTesterMixin
 from transformers_tests.test_modeling_common import (
     ModelTesterMixin,
@@ -23,15 +22,6 @@ from aft_hf import (
     AFTForTokenClassification,
     AFTModel,
 )
-
-
-# The common tests look up in these mappings which labels a class takes and which class is a base model. Classes that
-# are registered from outside the library are not in them, so tests of training and others would skip these classes.
-modeling_auto.MODEL_MAPPING_NAMES["aft"] = "AFTModel"
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["aft"] = "AFTForCausalLM"
-modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForImageClassification"
-modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForSequenceClassification"
-modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForTokenClassification"
 
 
 class AFTModelTester:
