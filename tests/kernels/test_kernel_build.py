@@ -14,6 +14,7 @@ from aft_hf.kernels.library import runnable_variants
 
 HERE = Path(__file__).parent
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+WITHOUT_COMPILER = {**os.environ, "PATH": "/nowhere", "CXX": ""}
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
@@ -61,8 +62,8 @@ def test_a_variant_that_cannot_be_compiled_does_not_stop_the_others(tmp_path, mo
 
 
 def test_without_a_compiler_the_build_says_so_in_one_line():
-    script, environment = build.__file__, {**os.environ, "PATH": "/nowhere", "CXX": ""}
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    command = [sys.executable, build.__file__]
+    result = subprocess.run(command, capture_output=True, text=True, env=WITHOUT_COMPILER)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1 and "the portable form is used" in result.stderr
 
@@ -72,8 +73,7 @@ def test_files_of_an_earlier_build_do_not_reach_the_wheel(tmp_path):
     folder.mkdir(parents=True)
     (folder / "earlier.h").touch()
     command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
-    environment = os.environ | {"PATH": "/nowhere", "CXX": ""}  # without a compiler
-    subprocess.run(command, cwd=HERE.parents[1], env=environment, check=True, capture_output=True)
+    subprocess.run(command, cwd=HERE.parents[1], env=WITHOUT_COMPILER, check=True, capture_output=True)
     assert {path.name for path in folder.iterdir()} == {path.name for path in build.SOURCES.glob("*.[ch]*")}
 
 

@@ -148,7 +148,7 @@ def workplace(tmp_path, quickstart) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
 def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch):
-    """Commands of aft-hf run in this process, and Python snippets in one that has only what they import."""
+    """Commands of aft-hf run in this process. Python snippets run in a new one, so they need their own imports."""
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"), prepend=os.pathsep)

@@ -12,7 +12,7 @@ namespace aft {
 // Sums with a smaller denominator are computed again: terms below 2^-126 are lost, so 2^-34 of such a denominator each.
 constexpr float SMALLEST = 0x1p-92f;
 
-// The fields of all problems have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
+// All fields of problems have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
 struct Problem {  // what problems of Eq. 2 have in common
   int64_t is_bf16;                    // query, key, value, output and their gradients are bfloat16, otherwise float32
   int64_t batch, queries, length;     // B, T, T'
