@@ -59,19 +59,13 @@ def has_no_hooks(module: nn.Module) -> bool:
     return "forward" not in vars(module) and not module_hooks._has_any_global_hook()
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast converts float32 on a device; None if autocast is not enabled."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
 def full_precision(device_type: str) -> AbstractContextManager[object]:
     """Return a context that disables autocast.
 
     It is a null context if autocast is not enabled, since the overhead of calls dominates a decoding step.
     """
-    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
 
 def flush_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -444,7 +438,7 @@ def pad_positions(
 # Positions per chunk in the linear-time functions, unless the window requires larger chunks.
 CHUNK_SIZE = 32
 
-# `window_mixing` is for sequences with more chunks than this; a table is faster for fewer.
+# Bidirectional `chunked_mixing` is for sequences with more chunks than this; a table is faster for fewer.
 FEW_CHUNKS = 16
 
 # Grids are convolved, where that is precise, if their table exp(w) has more entries than this (`_convolves`).
@@ -484,10 +478,8 @@ def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) 
     if isinstance(biases, (NoBias, LinearDecay)):
         decay = 0.0 if biases.slopes is None else biases.slopes.to(key.dtype).view(-1, 1, 1, 1)
         return prefix_sums(Averages(value, key.clamp_min(EMPTY)), decay).average
-    if biases.reach is not None and biases.hides_outside:
-        return _window_sums(key, value, biases.between, biases.reach).average
     if biases.reach is not None:
-        return chunked_mixing(key, value, biases)
+        return chunked_mixing(key, value, biases, causal=True)
     if not torch.compiler.is_exporting() or not isinstance(biases, Dense):
         return triangle_sums(key, value, biases.dense(length)).average
     # An exported program serves all lengths with the operations of the longest one.
@@ -505,10 +497,7 @@ def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     if isinstance(biases, GridKernel) and not biases.hides_outside and _convolves(biases, length):
         return convolution_mixing(key, value, biases)
     if isinstance(biases, (Window, LagKernel)) and (biases.hides_outside or not is_short(biases.reach, length)):
-        if torch.is_grad_enabled() and _are_eager(key, value):
-            # Recomputed in the backward pass: four running sums would keep many times the memory of the inputs.
-            return checkpoint(window_mixing, key, value, biases, use_reentrant=False, preserve_rng_state=False)
-        return window_mixing(key, value, biases)
+        return chunked_mixing(key, value, biases, causal=False)
     return block_sums(key, value, biases.dense(length), masked=biases.hides_outside).average
 
 
@@ -542,89 +531,51 @@ def _unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
     return nn.functional.pad(x.flatten(1, 2), (0, 0, 0, 0, 0, -padding))
 
 
-def chunked_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-    """Causal Eq. 2 with a window: a chunk sees itself and the chunk before with their biases, the rest as a sum."""
-    length, size = key.shape[1], power_of_two_from(max(cast(int, biases.reach), CHUNK_SIZE))
-    if not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
+def chunked_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, causal: bool) -> torch.Tensor:
+    """Eq. 2 with a window: a chunk of queries sees itself and the positions beside it with their biases, and, unless
+    hidden, all others as sums.
+    """
+    length, reach, hides_outside = key.shape[1], cast(int, biases.reach), biases.hides_outside
+    size = power_of_two_from(max(reach, CHUNK_SIZE))
+    if causal and hides_outside:  # a query sees all of its chunk up to itself
+        size = max(power_of_two_from(reach + 1) // 2, 1)
+    elif not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
         size = min(size, power_of_two_from(length))
     chunks = count_chunks(length, size)
     padding = chunks * size - length
-    bias = _chunk_tables(biases, length, chunks, size)  # (h, n or 1, C, 2 C)
-    key, value = (x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding))  # (h, n, C, B, c)
-    sums = triangle_sums(key, value, bias[..., size:])
-    if chunks > 1:
-        one = (0, 0, 0, 0, 0, 0, 1, -1)
-        previous = nn.functional.pad(key, one, value=-math.inf), nn.functional.pad(value, one)
-        totals = block_sums(key, value).map(lambda x: x.squeeze(2))
-        before = delayed(prefix_sums(totals), 2, -2).map(lambda x: x.unsqueeze(2))
-        sums = sums.merge(block_sums(*previous, bias[..., :size])).merge(before)
-    return _unpadded(sums.average, padding)
+    queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
 
+    def beside(before: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Keys, values and w of `count` positions, the first one `before` the start of each chunk: (h, n, count, B, c)
+        and (h, n or 1, C, count).
+        """
+        given = pad_positions(key, value, padding - size + count - before, before)
+        keys = queries[:, :1] + torch.arange(-before, count - before, device=key.device)
+        bias = biases.between(queries, keys).movedim(-3, 0)
+        return *(x.unfold(1, count, size).movedim(-1, 2) for x in given), bias
 
-def _chunk_tables(biases: PositionBias, length: int, chunks: int, size: int) -> torch.Tensor:
-    """w from each chunk to the chunk before it and to itself, (h, n or 1, C, 2 C), 0 for later positions."""
-    if torch.compiler.is_exporting() and isinstance(biases, Dense):
-        # Cut from the table of the longest sequence, whose sizes are static: exporters are slow on dynamic ones.
-        length = biases.query.shape[1]
-    reach, windows = cast(int, biases.reach), cast(torch.Tensor, biases.by_lag(length))
-    bias = windows[0].transpose(0, 1)  # (h, T or 1, reach + 1)
-    if biases.relative:
-        bias = bias.unsqueeze(1)
+    if causal and hides_outside:
+        sums = triangle_sums(*beside(0, size))
+        if reach > 0:  # of the positions before the chunk, the first ones are visible to its first queries only
+            keys, values, bias = beside(reach, size)
+            sums = sums.merge(triangle_sums(keys.flip(-3), values.flip(-3), bias.flip(-2, -1)).flipped())
+        if reach > size:
+            sums = sums.merge(block_sums(*beside(reach - size, reach - size)))
+        return _unpadded(sums.average, padding)
+    keys, values, bias = beside(size, 2 * size if causal else 3 * size)
+    own = keys[:, :, size : 2 * size], values[:, :, size : 2 * size]
+    if causal:
+        sums = triangle_sums(*own, bias[..., size:])
+        sums = sums.merge(block_sums(keys[:, :, :size], values[:, :, :size], bias[..., :size]))
     else:
-        bias = nn.functional.pad(bias, (0, 0, 0, chunks * size - length)).unflatten(1, (-1, size))
-    places = torch.arange(2 * size, device=bias.device)
-    index = places + reach - places[size:, None]  # of the key in the window of the query
-    outside = (index < 0) | (index > reach)
-    index = index.clamp(0, reach).expand(*bias.shape[:2], -1, -1)
-    return bias.expand(-1, -1, size, -1).gather(-1, index).masked_fill(outside, 0.0)
-
-
-def window_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
-    """Bidirectional Eq. 2 with a window: the causal window, that of the reversed sequence without the query itself,
-    and, unless hidden, all positions outside.
-    """
-    last, reach = key.shape[1] - 1, cast(int, biases.reach)
-    sums, beyond = _window_sums(key, value, biases.between, reach), reach + 1
-    if reach > 0:
-        key_after, value_after = pad_positions(key.flip(1)[:, :-1], value.flip(1)[:, :-1], 0, before=1)
-        after = _window_sums(
-            key_after, value_after, lambda queries, keys: biases.between(last - queries, last + 1 - keys), reach - 1
-        )
-        sums = sums.merge(after.flipped())
-    if not biases.hides_outside:
-        each = Averages(value, key.clamp_min(EMPTY))
-        before, after = (delayed(delayed(prefix_sums(x), beyond, 0), 0, -beyond) for x in (each, each.flipped()))
-        sums = sums.merge(before).merge(after.flipped())
-    return sums.average
-
-
-def _window_sums(key: torch.Tensor, value: torch.Tensor, between: Callable[..., torch.Tensor], reach: int) -> Averages:
-    """Averages over each position and the `reach` positions before it, for w `between` queries and keys.
-
-    Each query sees its own, short chunk from its start on. Of the `reach` positions before the chunk, the first ones
-    are visible to its first queries only, the others to all its queries.
-    """
-    size = (1 << (reach + 1).bit_length()) // 2  # the largest power of two that is not above reach + 1
-    chunks = count_chunks(key.shape[1], size)
-    padding = chunks * size - key.shape[1]
-    queries = torch.arange(chunks * size, device=key.device).view(-1, size)  # (n, C)
-
-    def earlier(steps: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and w of `count` positions, which start `steps` positions before each chunk."""
-        index = torch.arange(count, device=key.device) + queries[:, :1]  # (n, count)
-        keys, values = pad_positions(key, value, padding + count, before=steps)
-        bias = between(queries, index - steps).movedim(-3, 0)  # (h, n, C, count)
-        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden pairs are not read
-
-    sums = triangle_sums(*earlier(0, size))
-    if reach > 0:
-        keys, values, bias = earlier(reach, size)
-        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # already counted
-        keys, values = keys.masked_fill(own, -math.inf), values.masked_fill(own, 0.0)
-        sums = sums.merge(triangle_sums(keys.flip(-3), values.flip(-3), bias.flip(-2, -1)).flipped())
-    if reach > size:
-        sums = sums.merge(block_sums(*earlier(reach - size, reach - size)))
-    return sums.map(lambda x: _unpadded(x, padding))
+        sums = block_sums(keys, values, bias, masked=hides_outside)
+    if chunks > 1 and not hides_outside:
+        totals = block_sums(*own).map(lambda x: x.squeeze(2))
+        sums = sums.merge(delayed(prefix_sums(totals), 2, -2).map(lambda x: x.unsqueeze(2)))
+        if not causal:
+            after = delayed(prefix_sums(totals.flipped()), 2, -2).flipped()
+            sums = sums.merge(after.map(lambda x: x.unsqueeze(2)))
+    return _unpadded(sums.average, padding)
 
 
 def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKernel) -> torch.Tensor:

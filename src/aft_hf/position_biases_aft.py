@@ -167,25 +167,15 @@ class Window(Dense):
         return self._windowed(super().dense(length), positions, positions)
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
-        reach, count = self.reach, self.query.shape[1]
-        if length == 1 or self.key is None or isinstance(start, torch.Tensor):
-            first = start[:, None] if isinstance(start, torch.Tensor) else start
-            positions = (first + torch.arange(length, device=self.device)).view(-1, length, 1)
-            keys = positions + torch.arange(-reach, 1, device=self.device)
-            return super().between(positions, keys).squeeze(-2)
-        if start > 0:
-            return self.from_position(start - reach, length + reach).by_lag(length + reach)[:, reach:]
-        # In the table (C, 2 C) from a chunk to the chunk before it and to itself, row i has its window from column
-        # i + C - reach. In rows that are longer by one, the windows of all rows start in the same column.
-        size = max(1 << max(reach - 1, 0).bit_length(), SMALLEST_PRODUCT)
+        # Row i of the table (C, reach + C) of a chunk has its window from column i on. In rows that are longer by one,
+        # the windows of all rows start in the first column.
+        reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
         chunks = max((length + size - 1) // size, 1)
-        padding = chunks * size - min(length, count)
-        queries = self._multiplied(self.query[:, :length])
-        queries = nn.functional.pad(queries, (0, 0, 0, padding)).unflatten(1, (chunks, size))
-        keys = nn.functional.pad(widen(self.key[:, :length]), (0, 0, size, padding)).unfold(1, 2 * size, size)
-        tables = nn.functional.pad((queries @ keys).flatten(-2), (0, size)).unflatten(-1, (size, 2 * size + 1))
-        windows = tables[..., size - reach : size + 1].flatten(1, 2)[:, :length]  # (h, T, s)
-        return windows.transpose(0, 1).unsqueeze(0)
+        positions = torch.arange(chunks * size, device=self.device).view(1, chunks, size)
+        positions = positions + (start.view(-1, 1, 1) if isinstance(start, torch.Tensor) else start)
+        tables = super().between(positions, positions[..., :1] + torch.arange(-reach, size, device=self.device))
+        windows = nn.functional.pad(tables.flatten(-2), (0, size)).unflatten(-1, (size, reach + size + 1))
+        return windows[..., : reach + 1].transpose(2, 3).flatten(1, 2)[:, :length]  # (B or 1, T, h, s)
 
     def _windowed(self, bias: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = (queries[..., :, None] - keys[..., None, :]).abs().unsqueeze(-3)
@@ -230,25 +220,20 @@ class GridKernel(PositionBias):
     reach = None
 
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        rows, columns = self.grid_size
-        last = rows * columns - 1
+        last = self.grid_size[0] * self.grid_size[1] - 1
         queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
-        down, right = keys // columns - queries // columns, keys % columns - queries % columns
-        return self.by_offset()[:, down + rows - 1, right + columns - 1].movedim(0, -3)
-
-    def by_offset(self) -> torch.Tensor:
-        """Return w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle."""
-        rows, columns = self.grid_size
-        padding = (columns - 1, columns - 1, rows - 1, rows - 1)
-        offsets = nn.functional.pad(self.kernels, padding, value=self.outside)
-        top, left = (size // 2 for size in self.kernels.shape[1:])
-        return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
+        return self.dense(last + 1)[:, queries, keys].movedim(0, -3)
 
     def dense(self, length: int) -> torch.Tensor:
         rows, columns = self.grid_size
+        padding = (columns - 1, columns - 1, rows - 1, rows - 1)
+        top, left = (size // 2 for size in self.kernels.shape[1:])
+        # w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle.
+        offsets = nn.functional.pad(self.kernels, padding, value=self.outside)
+        offsets = offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
         # Offsets are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
         # query are then a contiguous window, so long runs are copied.
-        by_column = self.by_offset().unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
+        by_column = offsets.unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
         windows = [by_column[..., row * columns :][..., :length] for row in reversed(range(rows))]
         return torch.stack(windows, 1).flatten(1, 2)
 
