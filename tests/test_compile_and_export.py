@@ -116,15 +116,6 @@ def test_a_layer_adds_few_operations_to_an_exported_program(aft_type):
     assert counts[1] - counts[0] < 330
 
 
-@torch.no_grad()
-def test_an_exported_window_is_cut_from_one_table():
-    """Position biases gathered for each length would have symbolic sizes, for which exporters take long."""
-    inputs = {"input_ids": torch.randint(256, (2, 40)), "use_cache": False}
-    shapes = {"input_ids": text_shapes(min=1, max=80)["input_ids"], "use_cache": None}
-    program = export(language_model("local", num_hidden_layers=1), (), kwargs=inputs, dynamic_shapes=shapes)
-    assert not [node for node in program.graph.nodes if node.target is torch.ops.aten.index.Tensor]
-
-
 def image_shapes(aft_type):
     """Dynamic shapes: any image size for `conv`, only the size of the config for types with tables."""
     shape = {0: Dim("batch", min=1, max=64)}

@@ -206,9 +206,11 @@ def block_sums(
     sums = flush_gradient(table @ flush_gradient(features.flatten(-2))).unflatten(-1, features.shape[-2:])
     numerator, denominator = sums.tensor_split((value.shape[-1],), -1)
     if readable and (masked or float(relative.detach().amin()) < LOST):
-        lost = (denominator.detach() < math.exp(LOST)) & (maximum > EMPTY)
-        if (lost & (largest > EMPTY).unsqueeze(-1)).any():
-            return _averages_by_logits(*given, bias)
+        lost = denominator.detach() < math.exp(LOST)
+        if lost.any():
+            some = (key.detach() > -math.inf).any(-1).to(key.dtype)  # a query that sees no key has lost nothing
+            if (lost & ((bias.detach() > -math.inf).to(key.dtype) @ some > 0).unsqueeze(-1)).any():
+                return _averages_by_logits(*given, bias)
     averages = Averages.of(numerator, denominator, maximum + largest.unsqueeze(-1))
     return averages if unknown is None else _with_unknown(averages, unknown, bias)
 
@@ -556,11 +558,11 @@ def chunked_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias,
 
     if causal and hides_outside:
         sums = triangle_sums(*beside(0, size))
-        if reach > 0:  # of the positions before the chunk, the first ones are visible to its first queries only
+        if chunks > 1 and reach > 0:  # the first ones of the positions before are visible to the first queries only
             keys, values, bias = beside(reach, size)
             sums = sums.merge(triangle_sums(keys.flip(-3), values.flip(-3), bias.flip(-2, -1)).flipped())
-        if reach > size:
-            sums = sums.merge(block_sums(*beside(reach - size, reach - size)))
+            if reach > size:
+                sums = sums.merge(block_sums(*beside(reach - size, reach - size)))
         return _unpadded(sums.average, padding)
     keys, values, bias = beside(size, 2 * size if causal else 3 * size)
     own = keys[:, :, size : 2 * size], values[:, :, size : 2 * size]
