@@ -42,6 +42,8 @@ class AFTMixer(nn.Module):
         query_activation: name of the activation of the query in `transformers.activations.ACT2FN`.
         use_output_projection: whether to project the result.
         global_connectivity: whether positions outside the window are visible, with w = 0.
+        position_bias_init_std: standard deviation of new learned biases, or of their factors, with the multiplier.
+        position_bias_multiplier: constant m by which learned biases are multiplied, 1 in the paper.
         implementation: the form that computes Eq. 2: "auto", "reference" or "portable", as in `AFTConfig`.
     """
 
@@ -49,6 +51,7 @@ class AFTMixer(nn.Module):
     max_positions: int | None = None
     # The number of most recent keys and values that the generation cache keeps; None for all.
     state_window: int | None = 0
+    spatial_dims = 1
 
     def __init__(
         self,
@@ -62,6 +65,8 @@ class AFTMixer(nn.Module):
         query_activation: str = "sigmoid",
         use_output_projection: bool = True,
         global_connectivity: bool = True,
+        position_bias_init_std: float = 0.1,
+        position_bias_multiplier: float = 1.0,
         implementation: str = "auto",
     ):
         super().__init__()
@@ -72,9 +77,14 @@ class AFTMixer(nn.Module):
         if implementation not in MIXING_IMPLEMENTATIONS:
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
+        if not 0 < position_bias_multiplier < math.inf:
+            raise ValueError(
+                f"position_bias_multiplier must be greater than 0 and finite, got {position_bias_multiplier}"
+            )
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
-        self.global_connectivity = global_connectivity
-        self.implementation = implementation
+        self.global_connectivity, self.implementation = global_connectivity, implementation
+        self.position_bias_init_std = position_bias_init_std
+        self.position_bias_multiplier = float(position_bias_multiplier)
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias) if use_query else None
         self.k_proj = nn.Linear(hidden_size, num_heads if key_per_head else hidden_size, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
@@ -219,7 +229,19 @@ class AFTMixer(nn.Module):
         if documents is not None and (position_ids is not None or queries != keys):
             raise ValueError("packed documents need inputs without position_ids, and one length for queries and keys")
         if position_ids is not None:
-            self._check_positions(position_ids, batch, queries, keys)
+            if self.spatial_dims == 2:
+                raise ValueError("position_ids are for sequences; an AFTConv on a grid takes positions from grid_size")
+            if queries != keys or position_ids.shape not in ((batch, keys), (1, keys)):
+                raise ValueError(
+                    f"position_ids must be ({batch} or 1, T) for T = {queries} queries and {keys} keys, got "
+                    f"{tuple(position_ids.shape)}"
+                )
+            # Not on an accelerator, where the host would have to wait for the values.
+            if can_read_values(position_ids) and position_ids.numel() > 0:
+                lowest, highest = map(int, position_ids.aminmax())
+                if lowest < 0:
+                    raise ValueError(f"position_ids must not be negative, got {lowest}")
+                self._check_size(highest + 1, None)
         if state is not None:
             if not self.causal or key is not query or position_ids is not None:
                 raise ValueError("a state needs a causal mixer, and one input without position_ids")
@@ -227,21 +249,9 @@ class AFTMixer(nn.Module):
                 raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
             state.check_batch_size(batch)
 
-    def _check_positions(self, position_ids: torch.Tensor, batch: int, queries: int, keys: int) -> None:
-        if queries != keys or position_ids.shape not in ((batch, keys), (1, keys)):
-            raise ValueError(
-                f"position_ids must be ({batch} or 1, T) for T = {queries} queries and {keys} keys, got "
-                f"{tuple(position_ids.shape)}"
-            )
-        # Not on an accelerator, where the host would have to wait for the values.
-        if can_read_values(position_ids) and position_ids.numel() > 0:
-            lowest, highest = map(int, position_ids.aminmax())
-            if lowest < 0:
-                raise ValueError(f"position_ids must not be negative, got {lowest}")
-            self._check_size(highest + 1, None)
-
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, causal={self.causal}, implementation={self.implementation!r}"
+        names = ("window", "max_positions", "spatial_dims", "num_heads", "causal", "implementation")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name, None) is not None)
 
 
 def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -294,9 +304,6 @@ class AFTFull(AFTMixer):
         hidden_size: width d.
         max_positions: the length of the longest sequence that the biases cover.
         position_bias_dim: rank d' of the factors; None for one table of max_positions x max_positions.
-        num_heads: position-bias heads h.
-        position_bias_init_std: standard deviation of new factors, or of a new table, including the multiplier.
-        position_bias_multiplier: constant m by which w is multiplied, equivalent to sqrt(m) for u and v each.
         **options: the other arguments of `AFTMixer`.
     """
 
@@ -309,31 +316,25 @@ class AFTFull(AFTMixer):
         max_positions: int,
         *,
         position_bias_dim: int | None = 128,
-        num_heads: int = 1,
-        position_bias_init_std: float = 0.1,
-        position_bias_multiplier: float = 1.0,
         **options: Any,
     ):
         if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
             given = f"{max_positions} and {position_bias_dim}"
             raise ValueError(f"max_positions and position_bias_dim must be greater than 0, got {given}")
-        super().__init__(hidden_size, num_heads=num_heads, **options)
-        self.max_positions, self.position_bias_init_std = max_positions, position_bias_init_std
-        self.position_bias_multiplier = _checked_multiplier(position_bias_multiplier)
+        super().__init__(hidden_size, **options)
+        self.max_positions, self.factorized = max_positions, position_bias_dim is not None
         if position_bias_dim is None:
-            self.position_bias_table = nn.Parameter(torch.empty(num_heads, max_positions, max_positions))
+            self.position_bias_table = nn.Parameter(torch.empty(self.num_heads, max_positions, max_positions))
         else:
-            self.position_bias_query = nn.Parameter(torch.empty(num_heads, max_positions, position_bias_dim))
-            self.position_bias_key = nn.Parameter(torch.empty(num_heads, max_positions, position_bias_dim))
-        self.factorized = position_bias_dim is not None
+            self.position_bias_query = nn.Parameter(torch.empty(self.num_heads, max_positions, position_bias_dim))
+            self.position_bias_key = nn.Parameter(torch.empty(self.num_heads, max_positions, position_bias_dim))
         self.reset_position_bias()
 
     def reset_position_bias(self) -> None:
         # w of a new layer has the same distribution for every multiplier.
         std = self.position_bias_init_std / self.position_bias_multiplier ** (0.5 if self.factorized else 1.0)
-        for parameter in self._learned():
-            if parameter is not None:
-                init.normal_(parameter, mean=0.0, std=std)
+        for parameter in self.parameters(recurse=False):
+            init.normal_(parameter, mean=0.0, std=std)
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Dense(*self._learned(), self.position_bias_multiplier)
@@ -352,9 +353,6 @@ class AFTFull(AFTMixer):
                 f"biases of {type(self).__name__}"
             )
         return length, None
-
-    def extra_repr(self) -> str:
-        return f"max_positions={self.max_positions}, {super().extra_repr()}"
 
 
 class AFTLocal(AFTFull):
@@ -375,9 +373,6 @@ class AFTLocal(AFTFull):
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
 
-    def extra_repr(self) -> str:
-        return f"window_size={self.window}, {super().extra_repr()}"
-
 
 class AFTConv(AFTMixer):
     """AFT-conv (Eq. 6): relative position biases, with one kernel and one key per head.
@@ -396,7 +391,6 @@ class AFTConv(AFTMixer):
         selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a Gumbel-softmax sample
             of itself in training, and by the one-hot vector of its maximum at inference.
         gumbel_temperature: temperature of the Gumbel softmax.
-        position_bias_init_std, position_bias_multiplier: as for `AFTFull`.
         **options: the other arguments of `AFTMixer`.
     """
 
@@ -411,8 +405,6 @@ class AFTConv(AFTMixer):
         reparameterized: bool = True,
         selection: str | None = None,
         gumbel_temperature: float = 0.5,
-        position_bias_init_std: float = 0.1,
-        position_bias_multiplier: float = 1.0,
         **options: Any,
     ):
         if spatial_dims not in (1, 2) or (causal and spatial_dims != 1):
@@ -426,8 +418,6 @@ class AFTConv(AFTMixer):
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, key_per_head=True, **options)
         self.spatial_dims, self.window, self.state_window = spatial_dims, kernel_size, kernel_size - 1
         self.selection, self.gumbel_temperature = selection, gumbel_temperature
-        self.position_bias_init_std = position_bias_init_std
-        self.position_bias_multiplier = _checked_multiplier(position_bias_multiplier)
         self.kernel = nn.Parameter(torch.empty(num_heads, *[kernel_size] * spatial_dims))
         self.kernel_scale = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # gamma
         self.kernel_shift = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # beta
@@ -490,20 +480,6 @@ class AFTConv(AFTMixer):
         if length is not None and rows * columns != length:
             raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: pass a matching grid_size")
         return rows * columns, grid_size
-
-    def _check_positions(self, position_ids: torch.Tensor, batch: int, queries: int, keys: int) -> None:
-        if self.spatial_dims == 2:
-            raise ValueError("position_ids are for sequences; an AFTConv on a grid takes positions from grid_size")
-        super()._check_positions(position_ids, batch, queries, keys)
-
-    def extra_repr(self) -> str:
-        return f"kernel_size={self.window}, spatial_dims={self.spatial_dims}, {super().extra_repr()}"
-
-
-def _checked_multiplier(multiplier: float) -> float:
-    if not 0 < multiplier < math.inf:
-        raise ValueError(f"position_bias_multiplier must be greater than 0 and finite, got {multiplier}")
-    return float(multiplier)
 
 
 __all__ = ["AFTAlibi", "AFTConv", "AFTFull", "AFTLocal", "AFTMixer", "AFTSimple"]

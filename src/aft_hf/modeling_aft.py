@@ -186,9 +186,8 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
     """Build the mixer of a layer from the config."""
     aft_type, is_text = config.layer_aft_types[layer_idx], config.modality == "text"
     names = ["num_heads", "qkv_bias", "use_query", "query_activation", "use_output_projection", "global_connectivity"]
+    names += ["position_bias_init_std", "position_bias_multiplier"]
     options: dict[str, Any] = {"causal": is_text, "implementation": config.mixing_implementation}
-    if aft_type in ("full", "local", "conv"):
-        names += ["position_bias_init_std", "position_bias_multiplier"]
     if aft_type in ("full", "local"):
         names += ["max_positions", "position_bias_dim"]
     if aft_type == "local":
