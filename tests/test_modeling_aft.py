@@ -25,7 +25,7 @@ from aft_hf import (
     AFTModel,
     modeling_aft,
 )
-from aft_hf.modeling_aft import AFTDropPath
+from aft_hf.modeling_aft import AFTLayer
 
 
 KINDS = [("text", t) for t in ("full", "local", "simple", "conv", "alibi")]
@@ -237,14 +237,15 @@ def test_dropout_and_drop_path_change_training_and_not_evaluation(config, field)
 
 def test_drop_path_drops_whole_samples_keeps_the_expectation_and_rises_linearly_with_depth():
     branch = 1 + torch.rand(20_000, 3, 2)
-    dropped = AFTDropPath(0.25)(branch)
+    layer = AFTLayer(tiny_config("text", "simple", num_hidden_layers=2, drop_path_rate=0.25), layer_idx=1)
+    dropped = layer._add(torch.zeros_like(branch), branch)
     kept = dropped.ne(0)
     assert kept.flatten(1).all(1).eq(kept.flatten(1).any(1)).all()
     assert kept[:, 0, 0].float().mean().item() == pytest.approx(0.75, abs=0.02)
     torch.testing.assert_close(dropped[kept], branch[kept] / 0.75)
     torch.testing.assert_close(dropped.mean(0), branch.mean(0), rtol=0.03, atol=0)
     model = AFTModel(tiny_config("text", "simple", num_hidden_layers=5, drop_path_rate=0.4))
-    assert [layer.drop_path.rate for layer in model.layers] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert [layer.drop_path.p for layer in model.layers] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
 
 
 # --------------------------------------------------------------------------------------------------------- entropy

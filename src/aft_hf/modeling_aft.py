@@ -216,20 +216,6 @@ class AFTMLP(nn.Module):
         return self.fc2(self.activation(self.fc1(hidden_states)))
 
 
-class AFTDropPath(nn.Module):
-    """Stochastic depth: drops the branch of random samples, and scales up the remaining ones."""
-
-    def __init__(self, rate: float):
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: torch.Tensor) -> torch.Tensor:
-        if self.rate == 0.0 or not self.training:
-            return branch
-        keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
-        return branch * keep.to(branch.dtype) / (1.0 - self.rate)
-
-
 class AFTLayer(GradientCheckpointingLayer):
     """One layer, a pre-norm Transformer block: x + mixer(norm(x)), then x + MLP(norm(x))."""
 
@@ -241,7 +227,8 @@ class AFTLayer(GradientCheckpointingLayer):
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = AFTMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.drop_path = AFTDropPath(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
+        # Stochastic depth: drops the branch of random samples, and scales up the remaining ones.
+        self.drop_path = nn.Dropout1d(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
 
     def forward(
         self,
@@ -267,7 +254,8 @@ class AFTLayer(GradientCheckpointingLayer):
     def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
         # Modules without effect are not called: the time of a decoding step is mostly the overhead of calls.
         if self.dropout.training or self.drop_path.training:
-            branch = self.drop_path(self.dropout(branch))
+            # `Dropout1d` drops whole rows of (B, T d).
+            branch = self.drop_path(self.dropout(branch).flatten(1)).view_as(branch)
         return hidden_states + branch
 
 
