@@ -660,16 +660,20 @@ class _TextClassifier(AFTPreTrainedModel):
     input_modalities = ["text"]
     # The generic heads average the loss over their batch, so Trainer must scale it for gradient accumulation.
     accepts_loss_kwargs = False
-    aft: AFTModel
+    score_bias = False
 
-    @property
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        # The AutoModel of the generic heads knows no other config classes, and builds it in `config.dtype` by itself.
+        self.aft = AFTModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=self.score_bias)
+        self.post_init()
+
+    @PreTrainedModel.loss_function.getter  # type: ignore[attr-defined]  # a property, whose setter stays
     def loss_function(self) -> Callable[..., torch.Tensor]:
         loss_of_task, entropy = super().loss_function, self.aft.position_bias_entropy()
         return lambda *args, **kwargs: with_entropy(loss_of_task(*args, **kwargs), entropy, self.config, 1, None)
-
-    @loss_function.setter
-    def loss_function(self, value: Callable[..., torch.Tensor]) -> None:
-        self._loss_function = value
 
 
 class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification):
@@ -681,14 +685,6 @@ class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassifica
 
     forward = GenericForSequenceClassification.forward
 
-    def __init__(self, config: AFTConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        # The AutoModel of the generic heads does not know a config class loaded as remote code.
-        self.aft = AFTModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
 
 class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
     """AFT with a token classification head: a linear layer on each token, which sees only the tokens before it.
@@ -698,14 +694,11 @@ class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
     """
 
     forward = GenericForTokenClassification.forward
+    score_bias = True
 
     def __init__(self, config: AFTConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
-        self.aft = AFTModel(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
 
 class AFTBackbone(BackboneMixin, AFTModel):
