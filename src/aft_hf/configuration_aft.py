@@ -327,24 +327,18 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     # `@strict` runs each method `validate_*` after construction and again before saving.
 
     def validate_layers(self) -> None:
-        types = self.layer_aft_types
+        types, given = self.layer_aft_types, f"got {self.aft_type!r}"
         if len(types) != self.num_hidden_layers:
             raise ValueError(f"aft_type lists {len(types)} types for num_hidden_layers={self.num_hidden_layers}")
         if self.hidden_size % cast(int, self.num_heads):
             raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}")
         if not self.global_connectivity and not set(types) <= {"local", "conv"}:
-            raise ValueError(
-                f'global_connectivity=False needs aft_type "local" or "conv" in all layers, got {self.aft_type!r}'
-            )
+            raise ValueError(f'global_connectivity=False needs aft_type "local" or "conv" in all layers, {given}')
         if self.position_bias_selection == "gumbel" and set(types) != {"conv"}:
-            raise ValueError(
-                f'position_bias_selection="gumbel" needs aft_type="conv" in all layers, got {self.aft_type!r}'
-            )
+            raise ValueError(f'position_bias_selection="gumbel" needs aft_type="conv" in all layers, {given}')
         if self.position_bias_entropy_weight > 0 and "conv" not in types:
-            raise ValueError(
-                f"position_bias_entropy_weight={self.position_bias_entropy_weight} needs layers of "
-                f'aft_type="conv", got aft_type={self.aft_type!r}'
-            )
+            weight = self.position_bias_entropy_weight
+            raise ValueError(f'position_bias_entropy_weight={weight} needs layers of aft_type="conv", {given}')
 
     def validate_text(self) -> None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -379,12 +373,11 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError('use_cls_token=True is not supported with aft_type="conv"')
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={self.kernel_size} must be odd for images")
-        largest = 2 * max(self.grid_size) - 1
+        rows, columns = self.grid_size
+        largest = 2 * max(rows, columns) - 1
         if self.kernel_size > largest:
-            raise ValueError(
-                f"kernel_size={self.kernel_size} is too large: a kernel of {largest} covers a grid of "
-                f"{self.grid_size[0]} x {self.grid_size[1]} patches"
-            )
+            covered = f"a kernel of {largest} covers a grid of {rows} x {columns} patches"
+            raise ValueError(f"kernel_size={self.kernel_size} is too large: {covered}")
 
 
 def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:

@@ -86,20 +86,9 @@ class AFTTextEmbeddings(nn.Module):
         state: AFTLayerState | None = None,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        if self.position_embeddings is not None:
-            positions = self._positions(inputs_embeds.shape[1], inputs_embeds.device, padding_mask, state, documents)
-            inputs_embeds = inputs_embeds + self.position_embeddings(positions)
-        return self.dropout(inputs_embeds)
-
-    def _positions(
-        self,
-        length: int,
-        device: torch.device,
-        padding_mask: torch.Tensor | None,
-        state: AFTLayerState | None,
-        documents: Documents | None,
-    ) -> torch.Tensor:
-        """Return the position of each token, (B or 1, T), in its sequence or document, not counting padding."""
+        if self.position_embeddings is None:
+            return self.dropout(inputs_embeds)
+        length = inputs_embeds.shape[1]
         start: torch.Tensor | int = 0
         longest: int | None = length
         if documents is not None:
@@ -110,11 +99,14 @@ class AFTTextEmbeddings(nn.Module):
             kind = "sequence" if documents is None else "document"
             limit = f"max_position_embeddings={self.max_positions}"
             raise ValueError(f"a {kind} of {longest} tokens is longer than {limit}")
+        # Positions in the sequence or document, (B or 1, T), do not count padding.
         if documents is not None:  # padding after a document has the position after it
-            return documents.positions(padding_mask).clamp_max(self.max_positions - 1)
-        if padding_mask is None:
-            return start + torch.arange(length, device=device).unsqueeze(0)
-        return (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
+            positions = documents.positions(padding_mask).clamp_max(self.max_positions - 1)
+        elif padding_mask is None:
+            positions = start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
+        else:
+            positions = (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
+        return self.dropout(inputs_embeds + self.position_embeddings(positions))
 
 
 class AFTImageEmbeddings(nn.Module):
@@ -141,8 +133,10 @@ class AFTImageEmbeddings(nn.Module):
     def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
         self.check_patches(pixel_values)
         positions = self.positions(*pixel_values.shape[2:])
-        if self.patch_size != self.grid_stride:
-            pixel_values = nn.functional.pad(pixel_values, self._margins(), mode="replicate")
+        if self.patch_size != self.grid_stride:  # overlapping patches extend beyond the image
+            beyond = [size - stride for size, stride in zip(self.patch_size, self.grid_stride)]
+            margins = [margin for pixels in reversed(beyond) for margin in (pixels // 2, pixels - pixels // 2)]
+            pixel_values = nn.functional.pad(pixel_values, margins, mode="replicate")
         patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))  # (B, d, rows, columns)
         embeddings = patches.flatten(2).transpose(1, 2).contiguous()
         if self.cls_token is not None:
@@ -159,11 +153,6 @@ class AFTImageEmbeddings(nn.Module):
                 f'{self.image_size[1]}: only aft_type="conv" without position embeddings accepts other sizes'
             )
         return self.position_embeddings
-
-    def _margins(self) -> list[int]:
-        """Pixels by which overlapping patches extend beyond the image, in the order of `pad`."""
-        beyond = [size - stride for size, stride in zip(self.patch_size, self.grid_stride)]
-        return [margin for pixels in reversed(beyond) for margin in (pixels // 2, pixels - pixels // 2)]
 
     def check_patches(self, pixel_values: torch.Tensor) -> None:
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
@@ -286,9 +275,8 @@ class AFTPreTrainedModel(PreTrainedModel):
         if isinstance(module, AFTMixer):
             module.reset_position_bias()
         elif isinstance(module, AFTImageEmbeddings):
-            for parameter in (module.cls_token, module.position_embeddings):
-                if parameter is not None:
-                    init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+            for parameter in module.parameters(recurse=False):
+                init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
 
 class AFTModel(AFTPreTrainedModel):
@@ -381,7 +369,13 @@ class AFTModel(AFTPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         hidden_states = self._embed(input_ids, inputs_embeds)
         size = hidden_states.shape[:2]
-        _check_cache(cache, kwargs.get("encoder_hidden_states"))
+        if kwargs.get("encoder_hidden_states") is not None or isinstance(cache, EncoderDecoderCache):
+            raise ValueError("AFT has no cross-attention, so it cannot be the decoder of an encoder-decoder model")
+        if cache is not None and not isinstance(cache, AFTCache):
+            raise ValueError(
+                f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
+                "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
+            )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         documents = state = padding_mask = None
         if cache is None or not cache.layers[0].is_initialized:
@@ -408,7 +402,13 @@ class AFTModel(AFTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, not both')
         if input_ids is not None:
-            self._check_tokens(input_ids)
+            size = self.config.vocab_size
+            # On an accelerator, the embedding kernel asserts, and reading the values would synchronize.
+            if input_ids.device.type == "cpu" and not is_torchdynamo_compiling() and input_ids.numel() > 0:
+                lowest, highest = map(int, input_ids.aminmax())
+                if lowest < 0 or highest >= size:
+                    given = f"{lowest} .. {highest}"
+                    raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {given}")
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         embedded = cast(torch.Tensor, inputs_embeds)
         if embedded.shape[1] == 0:
@@ -437,15 +437,6 @@ class AFTModel(AFTPreTrainedModel):
         mixers: list[Any] = [layer.mixer for layer in self.layers]
         return [mixer.get_base_layer() if hasattr(mixer, "get_base_layer") else mixer for mixer in mixers]
 
-    def _check_tokens(self, input_ids: torch.Tensor) -> None:
-        # On an accelerator, the embedding kernel asserts, and reading the values would synchronize.
-        if input_ids.device.type != "cpu" or is_torchdynamo_compiling() or input_ids.numel() == 0:
-            return
-        lowest, highest = (int(x) for x in input_ids.aminmax())
-        size = self.config.vocab_size
-        if lowest < 0 or highest >= size:
-            raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {lowest} .. {highest}")
-
     def position_bias_entropy(self) -> torch.Tensor | None:
         """Return the sum of the entropies of `conv` layers (Eq. 9, nats); None if its weight in the loss is 0."""
         # CODEPATH: models that are trained with Eq. 9 have a weight.
@@ -455,16 +446,6 @@ class AFTModel(AFTPreTrainedModel):
         kinds = self.config.layer_aft_types
         mixers: list[Any] = [layer.mixer for layer, kind in zip(self.layers, kinds) if kind == "conv"]
         return torch.stack([mixer.position_bias_entropy().to(device) for mixer in mixers]).sum()
-
-
-def _check_cache(cache: Any, encoder_hidden_states: Any) -> None:
-    if encoder_hidden_states is not None or isinstance(cache, EncoderDecoderCache):
-        raise ValueError("AFT has no cross-attention, so it cannot be the decoder of an encoder-decoder model")
-    if cache is not None and not isinstance(cache, AFTCache):
-        raise ValueError(
-            f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
-            "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
-        )
 
 
 def _mask_of_new_tokens(
