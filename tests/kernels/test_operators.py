@@ -440,13 +440,6 @@ def test_the_number_of_threads_does_not_matter(name, variant):
         torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-5)
 
 
-def test_queries_and_keys_of_a_table_may_differ_in_number(variant):
-    problem = table(2, 37, 40, 2, query=False)
-    torch.testing.assert_close(operator(problem._replace(bias=problem.bias[:, :11])), operator(problem)[:, :11])
-    found = with_gradients(operator, problem._replace(bias=problem.bias[:, :0]), torch.ones(2, 0, 40))
-    assert found["output"].shape == (2, 0, 40) and not any(found[name].any() for name in ("key", "value"))
-
-
 def test_arguments_that_do_not_match_are_errors(variant):
     of_causal, of_table = causal("rows", 2, 20, 16, 2, 4), table(2, 37, 40, 2)
     wrong = [
@@ -465,7 +458,7 @@ def test_arguments_that_do_not_match_are_errors(variant):
         of_table._replace(query=of_table.query[..., :1]),
         of_table._replace(key=of_table.key[..., :3]),
         of_table._replace(bias=of_table.bias[..., :36]),
-        of_table._replace(bias=of_table.bias[:, :36], query=of_table.query[:, :36], causal=True),
+        of_table._replace(bias=of_table.bias[:, :36], query=of_table.query[:, :36]),
     ]
     for problem in wrong:
         with pytest.raises(ValueError, match="do not match"):

@@ -12,10 +12,10 @@ All operators compute, element-wise in the features,
 and 0 where a query sees no key. All take
 
     query:         (B, T, d), or None for the averages alone.
-    key:           (B, T', d), or (B, T', h) for one key for all features of a head; -inf hides a token.
-    value:         (B, T', d).
+    key:           (B, T, d), or (B, T, h) for one key for all features of a head; -inf hides a token.
+    value:         (B, T, d).
 
-Only queries and keys of `table` may differ in number. w is given by float32 tensors. `causal` and `causal_state` take
+w is given by float32 tensors. `causal` and `causal_state` take
 
     bias:          (B or 1, P or 1, h, s): w from a token at position t of its document to the s last keys, its own
                    last; None for w = 0. Positions after P - 1 have the biases of position P - 1.
@@ -41,8 +41,8 @@ a sequence is one row:
 
 `table` takes a table of all pairs, and computes both sums as matrix products:
 
-    bias:          (h, T, T'); -inf hides a key from a query.
-    causal:        whether a query sees only t' <= t; then T = T'.
+    bias:          (h, T, T); -inf hides a key from a query.
+    causal:        whether a query sees only t' <= t.
 
 `band` makes the bias of `causal`, (1, T, h, s), for tokens from position `start` on, from w = u v^T (Eq. 7):
 
@@ -172,11 +172,8 @@ PORTABLE: dict[str, Callable[..., torch.Tensor]] = {
 # ------------------------------------------------------------------------------------------------ shapes and gradients
 
 
-def _new_output(name: str, *problem: Any) -> torch.Tensor:
+def _new_output(query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return memory for the output of an operator."""
-    value, bias = problem[2:4]
-    if name == "table":
-        return value.new_empty(value.shape[0], bias.shape[1], value.shape[2])
     return value.new_empty(value.shape)
 
 
@@ -232,7 +229,7 @@ def _forward(name: str, *problem: Any) -> torch.Tensor:
     if problem[2].dtype not in DTYPES:
         return PORTABLE[name](*problem)
     problem = _with_key_per_feature(name, problem)
-    sizes, output = SIZES[name](*problem), _new_output(name, *problem)
+    sizes, output = SIZES[name](*problem), _new_output(*problem)
     _call(name, sizes, problem, output)
     return output
 
@@ -241,7 +238,7 @@ def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch
     given, needed = arguments[:-1], arguments[-1]
     problem = _with_key_per_feature(name, given)
     value, biases, sizes = problem[2], problem[3], SIZES[name](*problem)
-    _check_gradient(gradient, _new_output(name, *problem))
+    _check_gradient(gradient, value)
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
     new = torch.Tensor.new_empty if gradient.numel() else torch.Tensor.new_zeros
     found: list[Any] = [None if x is None else new(x, x.shape) for x in problem[:3]]
@@ -262,7 +259,7 @@ def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...
 
 def _state(*arguments: Any) -> torch.Tensor:
     problem = arguments[:7]
-    sizes, output = _sizes_of_causal(*arguments), _new_output("causal", *problem)
+    sizes, output = _sizes_of_causal(*arguments), _new_output(*problem)
     one_token = output.shape[1] == 1 and problem[5] is None
     _call("causal_step" if one_token else "causal", sizes, problem, output)
     return output
@@ -315,7 +312,7 @@ def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *sta
         last_keys, last_values = (batch, heads, size - 1, per_head), (batch, heads, size - 1, features)
         fits = [x.shape for x in state] == [last_keys, last_values, of_sums, shared, shared]
         fits = fits and all(x.is_contiguous() and x.dtype == torch.float32 for x in state)
-    sizes = _checked_sizes((query, key, value, bias, slopes, first, *state), heads, length, fits)
+    sizes = _checked_sizes((query, key, value, bias, slopes, first, *state), heads, fits)
     given = [x if x is None else x.contiguous() for x in (slopes, first)]
     return sizes, [size, rows, positions, hides_outside, *given, *(state or (None,) * 5)]
 
@@ -323,14 +320,14 @@ def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *sta
 def _sizes_of_grid(query, key, value, kernels, rows, columns, hides_outside) -> Fields:  # type: ignore[no-untyped-def]
     length, (heads, *size) = value.shape[1], kernels.shape
     fits = min(rows, columns) >= 0 and length == rows * columns and len(size) == 2 and all(x % 2 for x in size)
-    sizes = _checked_sizes((query, key, value, kernels, rows, columns), heads, length, fits)
+    sizes = _checked_sizes((query, key, value, kernels, rows, columns), heads, fits)
     return sizes, [rows, columns, *size, hides_outside]
 
 
 def _sizes_of_table(query, key, value, bias, causal) -> Fields:  # type: ignore[no-untyped-def]
-    heads, queries, keys = bias.shape
-    fits = keys == value.shape[1] and key.shape == value.shape and not (causal and queries != keys)
-    return _checked_sizes((query, key, value, bias, causal), heads, queries, fits), [causal]
+    heads, length = len(bias), value.shape[1]
+    fits = bias.shape == (heads, length, length) and key.shape == value.shape
+    return _checked_sizes((query, key, value, bias, causal), heads, fits), [causal]
 
 
 SIZES: dict[str, Callable[..., Fields]] = {
@@ -340,22 +337,22 @@ SIZES: dict[str, Callable[..., Fields]] = {
 }
 
 
-def _checked_sizes(arguments: Sequence[Any], heads: int, queries: int, fits: bool) -> tuple[int, ...]:
+def _checked_sizes(arguments: Sequence[Any], heads: int, fits: bool) -> tuple[int, ...]:
     """Return the sizes of a problem, given whether its w fits the other arguments.
 
     Raises:
         TypeError, ValueError: the kernels would read or write other memory than that of the tensors.
     """
     query, key, value, biases = arguments[:4]
-    dtype, (batch, keys, width) = value.dtype, value.shape
+    dtype, (batch, length, width) = value.dtype, value.shape
     if dtype not in DTYPES or key.dtype != dtype or (query is not None and query.dtype != dtype):
         raise TypeError(f"query, key and value must all be float32 or all bfloat16, got {key.dtype} and {dtype}")
-    fits = fits and width % heads == 0 and key.shape in (value.shape, (batch, keys, heads))
-    fits = fits and (query is None or query.shape == (batch, queries, width))
+    fits = fits and width % heads == 0 and key.shape in (value.shape, (batch, length, heads))
+    fits = fits and (query is None or query.shape == value.shape)
     if not fits or (biases is not None and biases.dtype != torch.float32):
         given = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
         raise ValueError(f"arguments of the operator do not match: {given}")
-    return batch, queries, keys, width, heads, key.shape[2]
+    return batch, length, width, heads, key.shape[2]
 
 
 def _call(
@@ -408,11 +405,11 @@ if not REGISTERED:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema)
     found: dict[str, Callable[..., Any]] = {"causal_state": _state, "band": _band, "band_backward": _band_backward}
-    fakes: dict[str, Callable[..., Any]] = {"causal_state": partial(_new_output, "causal"), "band": _new_band}
+    fakes: dict[str, Callable[..., Any]] = {"causal_state": _new_output, "band": _new_band}
     fakes["band_backward"] = lambda gradient, *factors: _new_factors(*factors[:2])
     for name in SIZES:
         found |= {name: partial(_forward, name), f"{name}_backward": partial(_backward, name)}
-        fakes |= {name: partial(_new_output, name), f"{name}_backward": _fake_backward}
+        fakes |= {name: _new_output, f"{name}_backward": _fake_backward}
     for name in PORTABLE:
         gradients = partial(_gradients, name)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=_save, lib=LIBRARY)

@@ -15,9 +15,9 @@ constexpr float SMALLEST = 0x1p-92f;
 // All fields of problems have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
 struct Problem {  // what problems of Eq. 2 have in common
   int64_t is_bf16;                    // query, key, value, output and their gradients are bfloat16, otherwise float32
-  int64_t batch, queries, length;     // B, T, T'
+  int64_t batch, length;              // B, T
   int64_t width, heads, key_width;    // d, h, and d, or h for one key per head
-  const void *query, *key, *value;    // (B, T, d), (B, T', d or h), (B, T', d); query may be null
+  const void *query, *key, *value;    // (B, T, d), (B, T, d or h), (B, T, d); query may be null
   int64_t query_batch, query_row, key_batch, key_row, value_batch, value_row;  // strides
   const float* bias;                  // w, contiguous
   void* output;                       // (B, T, d), contiguous
@@ -27,7 +27,7 @@ struct Problem {  // what problems of Eq. 2 have in common
   void *query_gradient, *key_gradient, *value_gradient;  // contiguous
   float* bias_gradient;               // filled with 0 by the caller; null if it is not needed
 
-  int64_t numbers() const { return batch * queries * width; }
+  int64_t numbers() const { return batch * length * width; }
   int64_t features() const { return width / heads; }  // of a head
   bool key_per_head() const { return key_width != width; }
 };

@@ -146,7 +146,7 @@ template <class U>
 class WeightsOfHeads {
  public:
   WeightsOfHeads(const TableProblem& problem, int64_t heads, bool backward)
-      : p(problem), stride_(whole(p.length)), pairs_((p.queries + 1) / 2), rows_(new Number[heads * 2 * pairs_ * stride_]),
+      : p(problem), stride_(whole(p.length)), pairs_((p.length + 1) / 2), rows_(new Number[heads * 2 * pairs_ * stride_]),
         columns_(PAIRS && backward ? new U[heads * pairs_ * stride_] : nullptr) {}
 
   Weights<U> operator[](int64_t i) const {
@@ -154,15 +154,15 @@ class WeightsOfHeads {
   }
 
   void compute(int64_t first, int64_t heads) {
-    parallel_for(heads * pairs_, heads * p.queries * p.length, [&](int64_t begin, int64_t end) {
+    parallel_for(heads * pairs_, heads * p.length * p.length, [&](int64_t begin, int64_t end) {
       const FlushSubnormals flush;
       std::vector<float> numbers(stride_);
       for (int64_t pair = begin; pair < end; ++pair) {
-        const float* biases = p.bias + (first + pair / pairs_) * p.queries * p.length;
+        const float* biases = p.bias + (first + pair / pairs_) * p.length * p.length;
         Number* rows = &rows_[pair * 2 * stride_];
         for (int64_t i = 0, t = pair % pairs_ * 2; i < 2; ++i, ++t) {
           float* out = PAIRS ? numbers.data() : (float*)rows + i * stride_;
-          const int64_t seen = t < p.queries ? p.seen(t) : 0;
+          const int64_t seen = t < p.length ? p.seen(t) : 0;
           if (seen) write_exps(biases + t * p.length, seen, out);
           std::fill(out + seen, out + stride_, 0.0f);
           for (int64_t j = 0; PAIRS && j < stride_; j += VL) store(rows + i * stride_ + j, load(out + j));
@@ -198,7 +198,7 @@ template <class S, class U>
 class Task {
  public:
   Task(const TableProblem& problem, bool backward)
-      : p(problem), block_(p.causal ? std::min(BLOCK, p.queries) : p.queries),
+      : p(problem), block_(p.causal ? std::min(BLOCK, p.length) : p.length),
         wide_(whole(std::min(p.features(), MOST_FEATURES))), stride_(2 * wide_), row_(whole(p.length)),
         m_(p.length * wide_), n_(m_), v_(m_), top_(wide_), center_(wide_), x_(p.length * stride_),
         sums_(block_ * stride_), query_(block_ * wide_) {
@@ -207,8 +207,8 @@ class Task {
     gradient_.resize(query_.size()), of_x_.resize(x_.size()), of_v_.resize(m_.size()), of_key_.resize(m_.size());
     if (PAIRS) pairs_of_sums_.resize(units(block_) * stride_);
     if (!p.bias_gradient) return;
-    of_weights_.resize(p.queries * row_), transposed_.resize(stride_ / TERMS * row_);
-    if (PAIRS) rounded_.resize(std::max(p.length, block_) * stride_);
+    of_weights_.resize(p.length * row_), transposed_.resize(stride_ / TERMS * row_);
+    if (PAIRS) rounded_.resize(p.length * stride_);
   }
 
   void forward(const Weights<U>& weights, int64_t head, int64_t batch, int64_t feature) {
@@ -222,7 +222,7 @@ class Task {
           if (p.query) y.denominator *= 1.0f + exp(min(splat(60.0f), -load(to)));  // 1 / sigmoid(q)
           store(to, y.numerator / y.denominator);
         }
-      write(query_.data(), p.output, p.queries, first, last);
+      write(query_.data(), p.output, first, last);
     });
   }
 
@@ -249,12 +249,12 @@ class Task {
           float* of_sums = &sums_[(t - first) * stride_ + f];
           store(of_sums, a), store(of_sums + wide_, -a * y);
         }
-      if (p.query) write(query_.data(), p.query_gradient, p.queries, first, last);
+      if (p.query) write(query_.data(), p.query_gradient, first, last);
       multiply_gradients(weights, first, last, end);
     });
     add_gradients();
-    write(of_v_.data(), p.value_gradient, p.length, 0, p.length);
-    write(of_key_.data(), p.key_gradient, p.length, 0, p.length);
+    write(of_v_.data(), p.value_gradient, 0, p.length);
+    write(of_key_.data(), p.key_gradient, 0, p.length);
   }
 
   // The gradient of w, (T, whole vectors of keys), of all tasks since the last call: W dW, with 0 where W = 0, which
@@ -286,9 +286,9 @@ class Task {
       }
   }
 
-  // Copies rows of floats to tokens of a contiguous tensor (B, length, d).
-  void write(const float* from, void* x, int64_t length, int64_t first, int64_t last) const {
-    S* to = (S*)x + (batch_ * length + first) * p.width + feature_;
+  // Copies rows of floats to tokens of a contiguous tensor (B, T, d).
+  void write(const float* from, void* x, int64_t first, int64_t last) const {
+    S* to = (S*)x + (batch_ * p.length + first) * p.width + feature_;
     for (int64_t t = first; t < last; ++t, from += wide_, to += p.width)
       for (int64_t f = 0; f < count_; f += VL) {
         __builtin_prefetch(to + AHEAD * p.width + f, 1);
@@ -330,8 +330,8 @@ class Task {
   // Calls use(first query, last + 1, keys) for each block of queries, with their sums and queries.
   template <class Use>
   void for_each_block(const Weights<U>& weights, const Use& use) {
-    for (int64_t first = 0, last; first < p.queries; first = last) {
-      last = std::min(first + block_, p.queries);
+    for (int64_t first = 0, last; first < p.length; first = last) {
+      last = std::min(first + block_, p.length);
       if (p.causal && grows(first, last)) last = std::min(first + STEP, last);
       const int64_t end = p.causal ? last : p.length;
       see(end);
@@ -443,7 +443,7 @@ class Task {
 
   Sums all_sums(int64_t t, int64_t f) {
     for (auto* x : {&w_m_, &w_n_}) x->resize(row_);
-    const float* w = p.bias + (head_ * p.queries + t) * p.length;
+    const float* w = p.bias + (head_ * p.length + t) * p.length;
     for (int64_t j = 0; j < p.seen(t); j += VL) {
       const Scaled e = split_exp(load(w + j, part(p.seen(t) - j)));
       store(&w_m_[j], e.m), store(&w_n_[j], e.n);
@@ -529,11 +529,11 @@ class Task {
 // Computes all tasks, for as many heads at once as the cache holds W of.
 template <class S, class U>
 void run(const TableProblem& p, bool backward) {
-  if (p.batch == 0 || p.queries == 0 || p.length == 0) return;
+  if (p.numbers() == 0) return;
   const int64_t row = whole(p.length), of_row = (p.features() + MOST_FEATURES - 1) / MOST_FEATURES;
   const int64_t of_head = p.batch * of_row;
-  const int64_t numbers = p.batch * p.queries * p.width * 8;
-  const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.queries * row);
+  const int64_t numbers = p.numbers() * 8;
+  const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.length * row);
   const int64_t at_once = std::min(p.heads, std::max(in_cache / threads, int64_t(1)) * threads);
   WeightsOfHeads<U> weights(p, at_once, backward);
   for (int64_t first = 0; first < p.heads; first += at_once) {
@@ -555,8 +555,8 @@ void run(const TableProblem& p, bool backward) {
     });
     parallel_for(p.bias_gradient ? heads : 0, numbers, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * parts; i < end * parts; ++i)
-        for (int64_t t = 0; t < p.queries && !of_biases[i].empty(); ++t) {
-          float* sum = p.bias_gradient + ((first + i / parts) * p.queries + t) * p.length;
+        for (int64_t t = 0; t < p.length && !of_biases[i].empty(); ++t) {
+          float* sum = p.bias_gradient + ((first + i / parts) * p.length + t) * p.length;
           for (int64_t j = 0; j < p.seen(t); ++j) sum[j] += of_biases[i][t * row + j];
         }
     });

@@ -73,7 +73,7 @@ def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):
 def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
     if value.dtype not in DTYPES or value.numel() == 0:
         return portable_table(query, key, value, bias, causal)
-    w = _all_pairs(bias)
+    w = bias.contiguous()
     if causal:
         return launch.forward(Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE), keep=False)[0]
     return bidirectional_launch.forward(query, key, value, w, len(w), keep=False)[0]
@@ -84,7 +84,7 @@ def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
     query, key, value, bias, causal = problem
     if value.numel() == 0:
         return tuple(x.zero_() for x in empty_gradients(query, key, value, bias if bias_needed else None))
-    w = _all_pairs(bias)
+    w = bias.contiguous()
     if causal:
         inputs, geometry = Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE)
         _, kept, _ = launch.forward(inputs, geometry, keep=True)
@@ -139,17 +139,6 @@ def _by_lag(of_chunks: torch.Tensor, bias: torch.Tensor, geometry: Geometry) -> 
     of_positions = of_chunks.gather(3, column.expand(*of_chunks.shape[:2], -1, -1)).flatten(1, 2).movedim(1, 0)
     last = torch.arange(len(of_positions), device=device).clamp_max(bias.shape[1] - 1)
     return torch.zeros_like(bias[0]).index_add_(0, last, of_positions).unsqueeze(0)
-
-
-def _all_pairs(bias: torch.Tensor) -> torch.Tensor:
-    """Return w of all pairs, (h, T, T).
-
-    Raises:
-        NotImplementedError: there are more keys than queries.
-    """
-    if bias.shape[1] != bias.shape[2]:
-        raise NotImplementedError("the Triton kernels need as many queries as keys")
-    return bias.contiguous()
 
 
 def _row_by_row(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
