@@ -217,15 +217,13 @@ class AFTLayerState(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[2]
         past = self.sums()
-        bias = None
         if slopes is not None:
             new = self.padding.new_full((1,), length) if counts is None else counts
-            heads, rows = slopes.to(key_states.dtype), new.to(key_states.dtype)
-            distance = rows[:, None, None] - 1 - torch.arange(length, device=new.device)  # (B, 1, T) to the last token
-            bias = (-heads[:, None] * distance).expand(key_states.shape[0], -1, -1).flatten(0, 1).unsqueeze(1)
-            # Padding comes after the last real token, so its bias would be positive. Its weight is 0 anyway.
-            bias = bias.clamp_max(0.0)
-            past = past.shifted((-heads * rows[:, None]).expand(key_states.shape[0], -1).reshape(-1, 1, 1, 1))
+            heads, rows = slopes.to(key_states.dtype).view(-1, 1, 1), new.to(key_states.dtype).view(-1, 1, 1, 1)
+            distance = rows - 1 - torch.arange(length, device=new.device)[:, None]  # (B, 1, T, 1) to the last token
+            # Padding comes after the last real token, so its distance would be negative. Its weight is 0 anyway.
+            key_states = key_states - heads * distance.clamp_min(0)
+            past = past.shifted(fold((-heads * rows).expand(len(key_states), -1, -1, -1)))
         keys = torch.cat([self.keys, key_states], 2)
         values = torch.cat([self.values, value_states], 2)
         kept = keys.shape[2] if self.window is None else self.window
@@ -243,7 +241,7 @@ class AFTLayerState(CacheLayerMixin):
             kept_keys, kept_values = (x.take_along_dim(index.clamp_min(0), 2) for x in (keys, values))
             self.store(keys=kept_keys.masked_fill(index < 0, -torch.inf), values=kept_values)
         if leaving_keys.shape[2] > 0:
-            past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values), bias))
+            past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values)))
         self._store_sums(past, key_states.shape[0])
         self.count(length, counts)
         return self.keys, self.values

@@ -139,9 +139,11 @@ class Dense(PositionBias):
         raise NotImplementedError("w of all positions is not by lag: use `between`")
 
     def from_position(self, start: int, length: int) -> "Dense":
+        positions = torch.arange(start, start + length, device=self.device).clamp(0, self.query.shape[1] - 1)
+        query = self.query[:, positions]
         if self.key is None:
-            return replace(self, query=_cut(_cut(self.query, 1, start, length), 2, start, length))
-        return replace(self, query=_cut(self.query, 1, start, length), key=_cut(self.key, 1, start, length))
+            return replace(self, query=query[..., positions])
+        return replace(self, query=query, key=self.key[:, positions])
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         """Return m times rows of u or of the table, which are fewer numbers than all of u or of w."""
@@ -236,13 +238,6 @@ class GridKernel(PositionBias):
         by_column = offsets.unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
         windows = [by_column[..., row * columns :][..., :length] for row in reversed(range(rows))]
         return torch.stack(windows, 1).flatten(1, 2)
-
-
-def _cut(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    """Return `length` entries of one dimension from `start` on, with 0 outside the tensor."""
-    first, last = max(start, 0), min(start + length, x.shape[dim])
-    x, padding = x.narrow(dim, first, last - first), (first - start, start + length - last)
-    return x if padding == (0, 0) else nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + list(padding))
 
 
 __all__ = ["Dense", "GridKernel", "LagKernel", "LinearDecay", "NoBias", "PositionBias", "Window"]
