@@ -547,31 +547,34 @@ def chunked_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias,
     padding = chunks * size - length
     queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
 
-    def beside(before: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Keys, values and w of `count` positions, the first one `before` the start of each chunk: (h, n, count, B, c)
-        and (h, n or 1, C, count).
-        """
-        given = pad_positions(key, value, padding - size + count - before, before)
+    def table(before: int, count: int) -> torch.Tensor:
+        """w from each chunk to `count` positions, the first one `before` its start: (h, n or 1, C, count)."""
         keys = queries[:, :1] + torch.arange(-before, count - before, device=key.device)
-        bias = biases.between(queries, keys).movedim(-3, 0)
-        return *(x.unfold(1, count, size).movedim(-1, 2) for x in given), bias
+        return biases.between(queries, keys).movedim(-3, 0)
 
+    def beside(before: int, count: int) -> list[torch.Tensor]:
+        """Keys and values of these positions: (h, n, count, B, c)."""
+        given = pad_positions(key, value, padding - size + count - before, before)
+        if count == size:
+            return [x.unflatten(1, (-1, size)) for x in given]
+        return [x.unfold(1, count, size).movedim(-1, 2) for x in given]
+
+    own = beside(0, size)
     if causal and hides_outside:
-        sums = triangle_sums(*beside(0, size))
+        sums = triangle_sums(*own, table(0, size))
         if chunks > 1 and reach > 0:  # the first ones of the positions before are visible to the first queries only
-            keys, values, bias = beside(reach, size)
-            sums = sums.merge(triangle_sums(keys.flip(-3), values.flip(-3), bias.flip(-2, -1)).flipped())
+            keys, values = (x.flip(-3) for x in beside(reach, size))
+            sums = sums.merge(triangle_sums(keys, values, table(reach, size).flip(-2, -1)).flipped())
             if reach > size:
-                sums = sums.merge(block_sums(*beside(reach - size, reach - size)))
-        return _unpadded(sums.average, padding)
-    keys, values, bias = beside(size, 2 * size if causal else 3 * size)
-    own = keys[:, :, size : 2 * size], values[:, :, size : 2 * size]
-    if causal:
+                sums = sums.merge(block_sums(*beside(reach - size, reach - size), table(reach - size, reach - size)))
+    elif causal:
+        bias = table(size, 2 * size)
         sums = triangle_sums(*own, bias[..., size:])
-        sums = sums.merge(block_sums(keys[:, :, :size], values[:, :, :size], bias[..., :size]))
     else:
-        sums = block_sums(keys, values, bias, masked=hides_outside)
+        sums = block_sums(*beside(size, 3 * size), table(size, 3 * size), masked=hides_outside)
     if chunks > 1 and not hides_outside:
+        if causal:
+            sums = sums.merge(block_sums(*beside(size, size), bias[..., :size]))
         totals = block_sums(*own).map(lambda x: x.squeeze(2))
         sums = sums.merge(delayed(prefix_sums(totals), 2, -2).map(lambda x: x.unsqueeze(2)))
         if not causal:
