@@ -6,7 +6,6 @@ The environment variable AFT_HF_KERNELS names the variant to load instead ("avx5
 import ctypes
 import os
 import platform
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,22 +31,16 @@ def runnable_variants() -> list[str]:
     return [variant for variant in known if library_path(variant).is_file()]
 
 
-@cache
 def load_library() -> ctypes.CDLL | None:
     """Load the kernels, and give them the threads of PyTorch; None if there are none for this CPU."""
-    asked = os.environ.get("AFT_HF_KERNELS")
-    if asked == "none":
-        return None
-    variants = runnable_variants()
-    if asked:
-        if asked not in variants:
-            allowed = ", ".join(["none", *variants])
-            logger.warning_once(f"AFT_HF_KERNELS={asked} is not compiled, or not for this CPU; use one of {allowed}")
-            return None
-        variants = [asked]
-    elif not variants and any(SOURCES.glob("libaft_*.so")):
+    asked, variants = os.environ.get("AFT_HF_KERNELS"), runnable_variants()
+    if asked and asked not in ("none", *variants):
+        allowed = ", ".join(["none", *variants])
+        logger.warning_once(f"AFT_HF_KERNELS={asked} is not compiled, or not for this CPU; use one of {allowed}")
+    elif not asked and not variants and any(SOURCES.glob("libaft_*.so")):
         logger.warning_once(f"the CPU kernels are not those of this version; compile them: python {build.__file__}")
-    return load_from(library_path(variants[0])) if variants else None
+    chosen = asked or next(iter(variants), "none")
+    return load_from(library_path(chosen)) if chosen in variants else None
 
 
 def load_from(path: Path) -> ctypes.CDLL | None:
@@ -59,21 +52,13 @@ def load_from(path: Path) -> ctypes.CDLL | None:
         return None
     for kernel in (getattr(library, f"aft_{name}") for name in NAMES):
         kernel.argtypes, kernel.restype = [ctypes.c_char_p], ctypes.c_int
-    torch_library = _library_of_torch()
-    if torch_library is not None:
-        functions = (torch_library.torch_parallel_for, torch_library.torch_get_num_threads)
+    # The system finds the functions in the library of PyTorch on which this module depends. They are part of PyTorch's
+    # stable interface since 2.10.
+    of_torch = ctypes.CDLL(torch._C.__file__)
+    if hasattr(of_torch, "torch_parallel_for"):
+        functions = (of_torch.torch_parallel_for, of_torch.torch_get_num_threads)
         library.aft_use_threads_of_torch(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
     return library
-
-
-def _library_of_torch() -> ctypes.CDLL | None:
-    """The library of PyTorch with `torch_parallel_for`, which is part of its stable interface since 2.10."""
-    directory = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        if (directory / name).is_file():
-            library = ctypes.CDLL(str(directory / name))
-            return library if hasattr(library, "torch_parallel_for") else None
-    return None
 
 
 __all__ = ["SOURCES", "load_from", "load_library", "runnable_variants"]
