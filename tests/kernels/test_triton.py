@@ -16,7 +16,7 @@ from torch import nn
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple, mixing_aft
 from aft_hf.caching_aft import AFTStaticLayerState
-from aft_hf.kernels.operators import portable_causal
+from aft_hf.kernels.operators import portable
 
 
 pytest.importorskip("triton")
@@ -248,7 +248,7 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     given.append(None if bias is None else (bias + torch.arange(batch)[:, None, None, None]).detach().to(DEVICE))
     slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
     others, found = (slopes, first.to(DEVICE), biases.hides_outside), []
-    for operator in (torch.ops.aft_hf_v1.causal, portable_causal):
+    for operator in (torch.ops.aft_hf_v1.causal, partial(portable, "causal")):
         inputs = [x if x is None else x.clone().requires_grad_() for x in given]
         output = operator(*inputs, *others)
         leaves = [x for x in inputs if x is not None]

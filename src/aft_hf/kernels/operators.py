@@ -63,39 +63,27 @@ from .library import load_library
 
 NAMESPACE = "aft_hf_v1"
 INPUTS = "Tensor? query, Tensor key, Tensor value"
-CAUSAL = f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool hides_outside"
-GRID = f"{INPUTS}, Tensor kernels, SymInt rows, SymInt columns, bool hides_outside"
-TABLE = f"{INPUTS}, Tensor bias, bool causal"
+ARGUMENTS = {
+    "causal": f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool hides_outside",
+    "grid": f"{INPUTS}, Tensor kernels, SymInt rows, SymInt columns, bool hides_outside",
+    "table": f"{INPUTS}, Tensor bias, bool causal",
+    "band": "Tensor query, Tensor key, SymInt start, SymInt length, int window",
+}
 STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) denominator, Tensor(e!) maximum"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
-BAND = "Tensor query, Tensor key, SymInt start, SymInt length, int window"
-SCHEMAS = {
-    "causal": f"({CAUSAL}) -> Tensor",
-    "causal_backward": f"(Tensor gradient, {CAUSAL}, bool bias_needed) -> {GRADIENTS}",
-    "causal_state": f"({CAUSAL}, {STATE}) -> Tensor",
-    "grid": f"({GRID}) -> Tensor",
-    "grid_backward": f"(Tensor gradient, {GRID}, bool kernels_needed) -> {GRADIENTS}",
-    "table": f"({TABLE}) -> Tensor",
-    "table_backward": f"(Tensor gradient, {TABLE}, bool bias_needed) -> {GRADIENTS}",
-    "band": f"({BAND}) -> Tensor",
-    "band_backward": f"(Tensor gradient, {BAND}) -> (Tensor, Tensor)",
-}
 DTYPES = (torch.float32, torch.bfloat16)  # of the kernels; operators compute others by their portable forms
 
 # ------------------------------------------------------------------------------------------------------ portable forms
 
 
-def portable_causal(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
+def _causal_w(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     slopes: torch.Tensor | None,
     first: torch.Tensor | None,
     hides_outside: bool,
-) -> torch.Tensor:
-    """The operator `causal` by differentiable operations, with a table of all pairs, for gradients of gradients."""
+) -> tuple[torch.Tensor, torch.Tensor]:
     heads, length = num_heads(bias, slopes), value.shape[1]
     tokens = torch.arange(length, device=value.device)
     lags = tokens[:, None] - tokens
@@ -113,44 +101,31 @@ def portable_causal(
         index = (size - 1 - lags).clamp(0, size - 1).expand(*of_queries.shape[:2], -1, -1)
         w = of_queries.gather(3, index).masked_fill(~inside, 0.0)
         seen = seen & inside if hides_outside else seen
-    return _of_all_pairs(query, key, value, w, seen.unsqueeze(1))
+    return w, seen.unsqueeze(1)
 
 
-def portable_grid(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kernels: torch.Tensor,
-    rows: int,
-    columns: int,
-    hides_outside: bool,
-) -> torch.Tensor:
-    """The operator `grid` by differentiable operations, with a table of all pairs."""
-    w = GridKernel(kernels, (rows, columns), hides_outside).dense(rows * columns)
-    return _of_all_pairs(query, key, value, w.unsqueeze(0))
+def _grid_w(
+    value: torch.Tensor, kernels: torch.Tensor, rows: int, columns: int, hides_outside: bool
+) -> tuple[torch.Tensor, None]:
+    return GridKernel(kernels, (rows, columns), hides_outside).dense(rows * columns).unsqueeze(0), None
 
 
-def portable_table(
-    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, causal: bool
-) -> torch.Tensor:
-    """The operator `table` by differentiable operations."""
+def _table_w(value: torch.Tensor, bias: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     visible = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()[None, None] if causal else None
-    return _of_all_pairs(query, key, value, bias.unsqueeze(0), visible)
+    return bias.unsqueeze(0), visible
 
 
-def portable_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
-    """The operator `band` by differentiable operations."""
-    return Window(query, key, size=window).by_lag(length, start)
+# w of all pairs, (B or 1, h, T, T'), by the arguments of an operator from the value on, and which pairs are visible,
+# (B or 1, 1, T, T'); None hides nothing.
+TABLES: dict[str, Callable[..., Any]] = {"causal": _causal_w, "grid": _grid_w, "table": _table_w}
 
 
-def _of_all_pairs(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    w: torch.Tensor,
-    visible: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Eq. 2 with a table w of (B or 1, h, T, T'), times sigmoid(query)."""
+def portable(name: str, query: Any, key: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Compute an operator by differentiable operations, for other dtypes and for gradients of gradients."""
+    if name == "band":
+        start, length, window = others
+        return Window(query, key, size=window).by_lag(length, start)
+    value, (w, visible) = others[0], TABLES[name](*others)
     key, by_head = (widen(split_heads(x, w.shape[1])) for x in (key, value))
     context = join_heads(pairwise_mixing(key, by_head, w.to(key.dtype), visible))
     if query is not None:
@@ -162,13 +137,6 @@ def num_heads(bias: torch.Tensor | None, slopes: torch.Tensor | None) -> int:
     return bias.shape[2] if bias is not None else 1 if slopes is None else slopes.shape[0]
 
 
-PORTABLE: dict[str, Callable[..., torch.Tensor]] = {
-    "causal": portable_causal,
-    "grid": portable_grid,
-    "table": portable_table,
-    "band": portable_band,
-}
-
 # ------------------------------------------------------------------------------------------------ shapes and gradients
 
 
@@ -177,11 +145,10 @@ def _new_output(query: torch.Tensor | None, key: torch.Tensor, value: torch.Tens
     return value.new_empty(value.shape)
 
 
-def empty_gradients(*inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return an empty tensor for each input, without entries for None."""
-    value = inputs[2]
-    assert value is not None
-    return tuple(value.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+def new_gradients(gradient, query, key, value, biases, *others):  # type: ignore[no-untyped-def]
+    """Return memory for the gradients of an operator but `band`: empty for what is None or not needed."""
+    wanted = query, key, value, biases if others[-1] else None
+    return tuple(value.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
 def _new_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
@@ -189,13 +156,9 @@ def _new_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, w
     return query.new_empty(1, length, len(query), window, dtype=working_dtype(query))
 
 
-def _new_factors(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_factors(gradient: torch.Tensor, *factors: Any) -> tuple[torch.Tensor, ...]:
     """Return memory for the gradients of `band`."""
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
-def _fake_backward(gradient, query, key, value, biases, *others):  # type: ignore[no-untyped-def]
-    return empty_gradients(query, key, value, biases if others[-1] else None)
+    return tuple(x.new_empty(x.shape) for x in factors[:2])
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -207,46 +170,41 @@ def _gradients(name: str, ctx, gradient):  # type: ignore[no-untyped-def]
     """The gradients of query, key, value and biases, which are the first four arguments of an operator but `band`."""
     needed = ctx.needs_input_grad
     problem = [x if tensor is None else tensor for x, tensor in zip(ctx.inputs, ctx.saved_tensors)]
-    if torch.is_grad_enabled() or problem[1].dtype not in DTYPES or _is_batched(gradient):
+    # A gradient is batched by `is_grads_batched` or by torch.func.
+    batched = not torch.compiler.is_compiling() and type(gradient) is torch.Tensor and not are_plain_tensors(gradient)
+    if torch.is_grad_enabled() or batched or problem[1].dtype not in DTYPES:
         with torch.enable_grad():
             wanted = [x for x, need in zip(problem, needed) if need]
-            of_wanted = iter(torch.autograd.grad(PORTABLE[name](*problem), wanted, gradient, create_graph=True))
+            of_wanted = iter(torch.autograd.grad(portable(name, *problem), wanted, gradient, create_graph=True))
             return tuple(next(of_wanted) if need else None for need in needed)
     flags = () if name == "band" else (needed[3],)
     found = getattr(torch.ops.aft_hf_v1, f"{name}_backward").default(gradient, *problem, *flags)
     return *(x if need else None for x, need in zip(found, needed)), *(None for _ in needed[len(found) :])
 
 
-def _is_batched(x: torch.Tensor) -> bool:
-    """Whether a gradient is batched, by `is_grads_batched` or by torch.func."""
-    return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not are_plain_tensors(x)
-
-
 # ---------------------------------------------------------------------------------------------------- kernels for CPUs
 
 
-def _forward(name: str, *problem: Any) -> torch.Tensor:
-    if problem[2].dtype not in DTYPES:
-        return PORTABLE[name](*problem)
-    problem = _with_key_per_feature(name, problem)
-    sizes, output = SIZES[name](*problem), _new_output(*problem)
-    _call(name, sizes, problem, output)
+def _forward(name: str, *arguments: Any) -> torch.Tensor:
+    if arguments[2].dtype not in DTYPES:
+        return portable(name, *arguments)
+    problem = _with_key_per_feature(name, arguments)
+    output = _new_output(*problem)
+    _call(name, FIELDS[name](*problem), problem, output)
     return output
 
 
 def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    given, needed = arguments[:-1], arguments[-1]
-    problem = _with_key_per_feature(name, given)
-    value, biases, sizes = problem[2], problem[3], SIZES[name](*problem)
-    _check_gradient(gradient, value)
+    problem = _with_key_per_feature(name, arguments)
+    _check_gradient(gradient, problem[2])
+    found = list(new_gradients(gradient, *problem))
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
-    new = torch.Tensor.new_empty if gradient.numel() else torch.Tensor.new_zeros
-    found: list[Any] = [None if x is None else new(x, x.shape) for x in problem[:3]]
-    found.append(biases.new_zeros(biases.shape) if needed else None)
-    _call(f"{name}_backward", sizes, problem, None, (_dense_rows(gradient), *found))
-    if problem[1] is not given[1]:
-        found[1] = found[1].unflatten(2, (len(biases), -1)).sum(3)
-    return tuple(value.new_empty(0) if x is None else x for x in found)
+    for x in found[3 if gradient.numel() else 0 :]:
+        x.zero_()
+    _call(f"{name}_backward", FIELDS[name](*problem[:-1]), problem, None, (_dense_rows(gradient), *found))
+    if problem[1] is not arguments[1]:
+        found[1] = found[1].unflatten(2, (len(problem[3]), -1)).sum(3)
+    return tuple(found)
 
 
 def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -258,25 +216,24 @@ def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _state(*arguments: Any) -> torch.Tensor:
-    problem = arguments[:7]
-    sizes, output = _sizes_of_causal(*arguments), _new_output(*problem)
-    one_token = output.shape[1] == 1 and problem[5] is None
-    _call("causal_step" if one_token else "causal", sizes, problem, output)
+    output, first = _new_output(*arguments), arguments[5]
+    kernel = "causal_step" if output.shape[1] == 1 and first is None else "causal"
+    _call(kernel, _causal_fields(*arguments), arguments, output)
     return output
 
 
-def _band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
-    output = _new_band(query, key, start, length, window)
-    if query.dtype not in DTYPES:
-        return output.copy_(portable_band(query, key, start, length, window))
-    _call_band("band", query, key, start, output)
+def _band(*problem: Any) -> torch.Tensor:
+    output = _new_band(*problem)
+    if problem[0].dtype not in DTYPES:
+        return output.copy_(portable("band", *problem))
+    _call_band("band", *problem[:3], output)
     return output
 
 
-def _band_backward(gradient, query, key, start, length, window):  # type: ignore[no-untyped-def]
-    _check_gradient(gradient, _new_band(query, key, start, length, window))
-    found = _new_factors(query, key)
-    _call_band("band_backward", query, key, start, gradient.contiguous(), *found)
+def _band_backward(gradient: torch.Tensor, *problem: Any) -> tuple[torch.Tensor, ...]:
+    _check_gradient(gradient, _new_band(*problem))
+    found = _new_factors(gradient, *problem)
+    _call_band("band_backward", *problem[:3], gradient.contiguous(), *found)
     return found
 
 
@@ -294,11 +251,12 @@ def _call_band(kernel, query, key, start, band, *gradients):  # type: ignore[no-
     _run(kernel, [*sizes, *factors, *_strides(factors), band, *(gradients or (None, None))])
 
 
-# The fields of a problem, in the order of the structs in kernels/cpu: its sizes, and what only one operator has.
-Fields = tuple[tuple[int, ...], list[Any]]
+# Of a problem: its number of heads, whether its w fits the other arguments, and the fields that only its operator has,
+# in the order of the structs in kernels/cpu.
+Fields = tuple[int, bool, list[Any]]
 
 
-def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *state) -> Fields:  # type: ignore[no-untyped-def]
+def _causal_fields(query, key, value, bias, slopes, first, hides_outside, *state) -> Fields:  # type: ignore[no-untyped-def]
     batch, length, width = value.shape
     rows, positions, of_bias, size = (0, 0, 0, 1) if bias is None else bias.shape
     heads = state[0].shape[1] if state else num_heads(bias, slopes)
@@ -312,65 +270,50 @@ def _sizes_of_causal(query, key, value, bias, slopes, first, hides_outside, *sta
         last_keys, last_values = (batch, heads, size - 1, per_head), (batch, heads, size - 1, features)
         fits = [x.shape for x in state] == [last_keys, last_values, of_sums, shared, shared]
         fits = fits and all(x.is_contiguous() and x.dtype == torch.float32 for x in state)
-    sizes = _checked_sizes((query, key, value, bias, slopes, first, *state), heads, fits)
     given = [x if x is None else x.contiguous() for x in (slopes, first)]
-    return sizes, [size, rows, positions, hides_outside, *given, *(state or (None,) * 5)]
+    return heads, fits, [size, rows, positions, hides_outside, *given, *(state or (None,) * 5)]
 
 
-def _sizes_of_grid(query, key, value, kernels, rows, columns, hides_outside) -> Fields:  # type: ignore[no-untyped-def]
-    length, (heads, *size) = value.shape[1], kernels.shape
-    fits = min(rows, columns) >= 0 and length == rows * columns and len(size) == 2 and all(x % 2 for x in size)
-    sizes = _checked_sizes((query, key, value, kernels, rows, columns), heads, fits)
-    return sizes, [rows, columns, *size, hides_outside]
+def _grid_fields(query, key, value, kernels, rows, columns, hides_outside) -> Fields:  # type: ignore[no-untyped-def]
+    heads, *size = kernels.shape
+    fits = len(size) == 2 and all(x % 2 for x in size) and min(rows, columns) >= 0
+    return heads, fits and value.shape[1] == rows * columns, [rows, columns, *size, hides_outside]
 
 
-def _sizes_of_table(query, key, value, bias, causal) -> Fields:  # type: ignore[no-untyped-def]
+def _table_fields(query, key, value, bias, causal) -> Fields:  # type: ignore[no-untyped-def]
     heads, length = len(bias), value.shape[1]
-    fits = bias.shape == (heads, length, length) and key.shape == value.shape
-    return _checked_sizes((query, key, value, bias, causal), heads, fits), [causal]
+    return heads, bias.shape == (heads, length, length) and key.shape == value.shape, [causal]
 
 
-SIZES: dict[str, Callable[..., Fields]] = {
-    "causal": _sizes_of_causal,
-    "grid": _sizes_of_grid,
-    "table": _sizes_of_table,
-}
-
-
-def _checked_sizes(arguments: Sequence[Any], heads: int, fits: bool) -> tuple[int, ...]:
-    """Return the sizes of a problem, given whether its w fits the other arguments.
-
-    Raises:
-        TypeError, ValueError: the kernels would read or write other memory than that of the tensors.
-    """
-    query, key, value, biases = arguments[:4]
-    dtype, (batch, length, width) = value.dtype, value.shape
-    if dtype not in DTYPES or key.dtype != dtype or (query is not None and query.dtype != dtype):
-        raise TypeError(f"query, key and value must all be float32 or all bfloat16, got {key.dtype} and {dtype}")
-    fits = fits and width % heads == 0 and key.shape in (value.shape, (batch, length, heads))
-    fits = fits and (query is None or query.shape == value.shape)
-    if not fits or (biases is not None and biases.dtype != torch.float32):
-        given = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
-        raise ValueError(f"arguments of the operator do not match: {given}")
-    return batch, length, width, heads, key.shape[2]
+FIELDS: dict[str, Callable[..., Fields]] = {"causal": _causal_fields, "grid": _grid_fields, "table": _table_fields}
 
 
 def _call(
     kernel: str,
     fields: Fields,
-    problem: Sequence[Any],
+    arguments: Sequence[Any],
     output: torch.Tensor | None,
     gradients: Sequence[torch.Tensor | None] = (None,) * 5,
 ) -> None:
-    """Call a kernel for Eq. 2, given the gradients of the output, the query, the key, the value and w."""
-    sizes, others = fields
-    inputs, bias = [x if x is None else _dense_rows(x) for x in problem[:3]], problem[3]
+    """Call a kernel for Eq. 2, given the gradients of the output, the query, the key, the value and w.
+
+    Raises:
+        TypeError, ValueError: the kernel would read or write other memory than that of the tensors.
+    """
+    (query, key, value, bias), (heads, fits, others) = arguments[:4], fields
+    dtype, (batch, length, width) = value.dtype, value.shape
+    if dtype not in DTYPES or key.dtype != dtype or (query is not None and query.dtype != dtype):
+        raise TypeError(f"query, key and value must all be float32 or all bfloat16, got {key.dtype} and {dtype}")
+    fits = fits and width % heads == 0 and key.shape in (value.shape, (batch, length, heads))
+    fits = fits and (query is None or query.shape == value.shape)
+    if not fits or (bias is not None and bias.dtype != torch.float32):
+        given = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
+        raise ValueError(f"arguments of the operator do not match: {given}")
+    sizes = dtype == torch.bfloat16, batch, length, width, heads, key.shape[2]
+    inputs = [x if x is None else _dense_rows(x) for x in (query, key, value)]
     tensors = *inputs, *_strides(inputs), bias if bias is None else bias.contiguous(), output
     of_output, *found = gradients
-    _run(
-        kernel,
-        [problem[2].dtype == torch.bfloat16, *sizes, *tensors, of_output, *_strides([of_output]), *found, *others],
-    )
+    _run(kernel, [*sizes, *tensors, of_output, *_strides([of_output]), *found, *others])
 
 
 def _run(kernel: str, fields: Sequence[Any]) -> None:
@@ -401,19 +344,23 @@ REGISTERED = hasattr(getattr(torch.ops, NAMESPACE), "causal")
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+def _register(name: str, arguments: str, result: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    LIBRARY.define(f"{name}({arguments}) -> {result}")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    if KERNELS is not None:
+        LIBRARY.impl(name, function, "CPU")
+
+
 if not REGISTERED:
-    for name, schema in SCHEMAS.items():
-        LIBRARY.define(name + schema)
-    found: dict[str, Callable[..., Any]] = {"causal_state": _state, "band": _band, "band_backward": _band_backward}
-    fakes: dict[str, Callable[..., Any]] = {"causal_state": _new_output, "band": _new_band}
-    fakes["band_backward"] = lambda gradient, *factors: _new_factors(*factors[:2])
-    for name in SIZES:
-        found |= {name: partial(_forward, name), f"{name}_backward": partial(_backward, name)}
-        fakes |= {name: _new_output, f"{name}_backward": _fake_backward}
-    for name in PORTABLE:
+    for name, given in ARGUMENTS.items():
+        backward, of_backward = f"{name}_backward", f"Tensor gradient, {given}"
+        if name == "band":
+            _register(name, given, "Tensor", _band, _new_band)
+            _register(backward, of_backward, "(Tensor, Tensor)", _band_backward, _new_factors)
+        else:
+            _register(name, given, "Tensor", partial(_forward, name), _new_output)
+            of_backward += ", bool bias_needed"
+            _register(backward, of_backward, GRADIENTS, partial(_backward, name), new_gradients)
         gradients = partial(_gradients, name)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=_save, lib=LIBRARY)
-    for name in SCHEMAS:
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fakes[name], lib=LIBRARY)
-        if KERNELS is not None:
-            LIBRARY.impl(name, found[name], "CPU")
+    _register("causal_state", f"{ARGUMENTS['causal']}, {STATE}", "Tensor", _state, _new_output)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..operators import NAMESPACE, empty_gradients, portable_causal, portable_table
+from ..operators import NAMESPACE, new_gradients, portable
 from . import bidirectional_launch, launch
 from .launch import Geometry, Inputs
 
@@ -34,7 +34,7 @@ def register(dispatch_key: str = "CUDA") -> torch.library.Library:
 def causal(query, key, value, bias, slopes, first, hides_outside):  # type: ignore[no-untyped-def]
     problem = query, key, value, bias, slopes, first, hides_outside
     if value.dtype not in DTYPES or value.numel() == 0:
-        return portable_causal(*problem)
+        return portable("causal", *problem)
     if bias is not None and len(bias) > 1:
         return torch.cat(_row_by_row(causal, problem))
     return launch.forward(*_kernel_arguments(*problem), keep=False)[0]
@@ -42,9 +42,9 @@ def causal(query, key, value, bias, slopes, first, hides_outside):  # type: igno
 
 def causal_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
     *problem, bias_needed = arguments
-    query, key, value, bias, _, first, _ = problem
+    value, bias, _, first, _ = problem[2:]
     if value.numel() == 0:
-        return tuple(x.zero_() for x in empty_gradients(query, key, value, bias if bias_needed else None))
+        return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
     if bias is not None and len(bias) > 1:
         return tuple(map(torch.cat, zip(*_row_by_row(causal_backward, (gradient, *arguments)))))
     if bias_needed and first is not None and torch.are_deterministic_algorithms_enabled():
@@ -72,7 +72,7 @@ def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):
 
 def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
     if value.dtype not in DTYPES or value.numel() == 0:
-        return portable_table(query, key, value, bias, causal)
+        return portable("table", query, key, value, bias, causal)
     w = bias.contiguous()
     if causal:
         return launch.forward(Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE), keep=False)[0]
@@ -83,7 +83,7 @@ def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
     *problem, bias_needed = arguments
     query, key, value, bias, causal = problem
     if value.numel() == 0:
-        return tuple(x.zero_() for x in empty_gradients(query, key, value, bias if bias_needed else None))
+        return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
     w = bias.contiguous()
     if causal:
         inputs, geometry = Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE)
