@@ -21,7 +21,9 @@ def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
     whole = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)  # a document ends with its row
     assert whole.starts[:, 0].all() and not whole.starts[:, 1:].any()
     assert Documents(STARTS).can_be_unpacked and not Documents(STARTS.to("meta")).can_be_unpacked
-    assert not Documents(STARTS).are_rows() and Documents(STARTS[1:]).are_rows()
+    inputs = dict.fromkeys(PACKING_INPUTS)
+    assert packed_documents(inputs | {"position_ids": POSITIONS}, None, 2, 8).starts.equal(STARTS)
+    assert packed_documents(inputs | {"position_ids": POSITIONS[1:]}, None, 1, 8) is None  # each row is one document
     assert Documents(STARTS).longest() == 8 and Documents(STARTS[:1]).longest() == 4
 
 

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
-from .mixing_aft import Documents, Mixing, mix, mixing_weights
+from .mixing_aft import Documents, Mixing, mix, mixing_weights, without_padding
 from .portable_aft import can_read_values, full_precision, has_no_hooks
 from .position_biases_aft import (
     Dense,
@@ -181,7 +181,8 @@ class AFTMixer(nn.Module):
                 attentions = _attentions(seen, gate, query.shape[1])
             if output_attentions and state is None:
                 # The output is computed from the attention, gate included, so that gradients reach the attention.
-                context, gate = torch.einsum("bdts,bsd->btd", attentions, widen(problem.visible_values())), None
+                values = widen(without_padding(problem, moved=False)[0].value)
+                context, gate = torch.einsum("bdts,bsd->btd", attentions, values), None
             else:
                 context = self.mix(problem, state)
         context = context.to(problem.value.dtype)

@@ -11,7 +11,7 @@ aft-hf if there is one for it, and otherwise by the portable form (`portable_aft
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -74,14 +74,10 @@ class Documents:
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         return not traced and self.starts.device.type != "meta"
 
-    def are_rows(self) -> bool:
-        """Whether each row is one document; False if the host cannot read the documents."""
-        return self.can_be_unpacked and not self.starts[:, 1:].any()
-
     def longest(self) -> int | None:
         """Return the length of the longest document; None if the host cannot read it, or would have to wait for it."""
         known = can_read_values(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
-        return max((rows.longest for rows in self.rows), default=0) if known else None
+        return max((rows.index.shape[1] for rows in self.rows), default=0) if known else None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
         """Return the documents on another device, as hooks of models that are dispatched to several devices need."""
@@ -148,11 +144,6 @@ class DocumentRows:
     inside: torch.Tensor
     position: int = 0
 
-    @property
-    def longest(self) -> int:
-        """L, the length of the rows."""
-        return self.index.shape[1]
-
     def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
         """Copy the documents from x: (B, T, c) -> (N, L, c), with `fill` after each document."""
         return x.flatten(0, 1)[self.index].masked_fill(~self.inside.unsqueeze(-1), fill)
@@ -194,7 +185,8 @@ def packed_documents(
                 )
     else:
         return None
-    if (may_wait or can_read_values(documents.starts)) and documents.are_rows():
+    can_read = documents.can_be_unpacked if may_wait else can_read_values(documents.starts)
+    if can_read and not documents.starts[:, 1:].any():  # each row is one document
         return None
     if mask is not None and mask.dim() == 3:
         raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
@@ -251,18 +243,12 @@ class Mixing:
         """Return key and value as (B, h, T', k) and (B, h, T', c)."""
         return split_heads(self.key, self.num_heads), split_heads(self.value, self.num_heads)
 
-    def visible_values(self) -> torch.Tensor:
-        """Return the values, with 0 for padding."""
-        if self.padding_mask is None:
-            return self.value
-        return self.value.masked_fill(~self.padding_mask.unsqueeze(-1), 0.0)
-
     def table(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the dense w, (B or 1, h, T, T'), and the visibility mask, (B or 1, 1, T, T'); None hides nothing."""
         device, count = self.key.device, self.length if self.num_queries is None else self.num_queries
         queries = torch.arange(count, device=device).unsqueeze(0)
         keys = torch.arange(self.length, device=device).unsqueeze(0)
-        masks = [self.pair_mask]
+        masks = [] if self.pair_mask is None else [self.pair_mask]
         if self.causal:
             masks.append((queries.mT >= keys).unsqueeze(0))
         if self.padding_mask is not None:
@@ -278,11 +264,8 @@ class Mixing:
             queries = keys if count == self.length else queries.expand(len(keys), -1)
         else:
             in_order = count == self.length
-        visible = None
-        for mask in masks:
-            visible = mask if visible is None else visible if mask is None else visible & mask
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
-        return bias, None if visible is None else visible.unsqueeze(1)
+        return bias, reduce(torch.bitwise_and, masks).unsqueeze(1) if masks else None
 
 
 # -------- operators
@@ -329,9 +312,8 @@ def _operator_takes(name: str, problem: Mixing, implementation: str) -> bool:
     tensors = [*given, *problem.biases.tensors()]
     if any(x.device != problem.value.device or x.dtype == torch.float64 for x in tensors):
         return False
-    if not (torch.compiler.is_compiling() or are_plain_tensors(*tensors)):
-        return False
-    return has_operator(name, problem.value.device.type)
+    runs = torch.compiler.is_compiling() or are_plain_tensors(*tensors)
+    return runs and has_operator(name, problem.value.device.type)
 
 
 def _operators_for(problem: Mixing) -> Iterator[str]:
@@ -390,12 +372,9 @@ def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
         first = None if problem.documents is None else problem.documents.first_positions()
         return torch.ops.aft_hf_v1.causal(*given, *window_and_slopes(problem), first, biases.hides_outside)
     if name == "grid":
-        kernels, size = biases.kernels, (1, problem.length)
-        if isinstance(biases, GridKernel):
-            size = biases.grid_size
-        else:
-            kernels = kernels.unsqueeze(1)
-        return torch.ops.aft_hf_v1.grid(*given, kernels.float(), *size, biases.hides_outside)
+        kernels, is_row = biases.kernels.float(), isinstance(biases, LagKernel)
+        kernels, size = (kernels.unsqueeze(1), (1, problem.length)) if is_row else (kernels, biases.grid_size)
+        return torch.ops.aft_hf_v1.grid(*given, kernels, *size, biases.hides_outside)
     bias, (rows, length, width) = biases.dense(problem.length).float(), problem.value.shape
     heads, features = problem.num_heads, width // problem.num_heads
     if rows < 2 or features >= FEW_FEATURES:
@@ -456,18 +435,17 @@ def _portable(problem: Mixing) -> torch.Tensor:
 
 def _mix_documents(problem: Mixing, documents: Documents, implementation: str) -> torch.Tensor:
     """Compute packed documents as rows of their own, documents of about the same length in one batch."""
-    mask, context = problem.padding_mask, torch.zeros_like(problem.value)
+    mask, biases, context = problem.padding_mask, problem.biases, torch.zeros_like(problem.value)
     for rows in documents.rows:
         part = replace(
             problem,
             key=rows.take(problem.key, -math.inf),
             value=rows.take(problem.value, 0.0),
+            biases=biases.from_position(rows.position, rows.index.shape[1]) if rows.position else biases,
             num_queries=None,
             padding_mask=None if mask is None else rows.take(mask.unsqueeze(-1), False).squeeze(-1),
             documents=None,
         )
-        if rows.position != 0:
-            part = replace(part, biases=part.biases.from_position(rows.position, rows.longest))
         context = rows.put(context, mix(part, implementation))
     return context
 
@@ -478,18 +456,17 @@ def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tens
     If `moved`, also move padding behind the real tokens of its row, in keys, values, queries and documents, and return
     the new place of each token, (B, T).
     """
-    mask = problem.padding_mask
-    assert mask is not None
+    mask, documents, order = problem.padding_mask, problem.documents, None
+    if mask is None:
+        return problem, None
     padding = ~mask.unsqueeze(-1)
-    moving: dict[str, Any] = {"key": problem.key.masked_fill(padding, -math.inf)}
+    moving: dict[str, Any] = {"query": problem.query, "key": problem.key.masked_fill(padding, -math.inf)}
     moving["value"] = problem.value.masked_fill(padding, 0.0)
-    if not moved:
-        return replace(problem, padding_mask=None, **moving), None
-    order, documents = real_tokens_first(mask), problem.documents
-    if problem.query is not None:
-        moving["query"] = problem.query
-    moving = {name: scatter(x, order) for name, x in moving.items()}
-    documents = documents if documents is None else documents.moved(order)
+    if moved:
+        order = real_tokens_first(mask)
+        for name, x in moving.items():
+            moving[name] = x if x is None else torch.zeros_like(x).scatter(1, order.unsqueeze(-1).expand_as(x), x)
+        documents = documents if documents is None else documents.moved(order)
     return replace(problem, padding_mask=None, documents=documents, **moving), order
 
 
@@ -502,13 +479,8 @@ def real_tokens_first(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(-1) - 1)
 
 
-def scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Move x[b, t] to place order[b, t]."""
-    return torch.zeros_like(x).scatter(1, order.unsqueeze(-1).expand_as(x), x)
-
-
 def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Undo `scatter`."""
+    """Move tokens from their new places order[b, t] back to x[b, t]."""
     return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 

@@ -287,8 +287,7 @@ class SequenceShard(Shard):
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""
         biases, heads = problem.biases, problem.num_heads
-        if problem.padding_mask is not None:
-            problem, _ = without_padding(problem, moved=True)
+        problem, _ = without_padding(problem, moved=True)
         options: dict[str, Any] = {"slopes": biases.slopes, "hides_outside": biases.hides_outside}
         options |= {"num_heads": heads, "reach": biases.reach}
         keys, values, sums = state_at_end(self, problem.key, problem.value, **options)
@@ -321,9 +320,8 @@ AFTMixer.mix = _mix  # type: ignore[method-assign, assignment]
 
 def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
     """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
-    biases, order = problem.biases, None
-    if problem.padding_mask is not None:
-        problem, order = without_padding(problem, moved=True)
+    biases = problem.biases
+    problem, order = without_padding(problem, moved=True)
     assert biases.reach is not None
     past = count_of_past(biases.reach, biases.hides_outside)
     key, value = with_past(
