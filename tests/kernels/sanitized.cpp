@@ -55,9 +55,8 @@ static void set(aft::Problem& p, bool is_bf16, int64_t length, int64_t width, in
                 std::vector<S>& output) {
   p.is_bf16 = is_bf16, p.batch = value.size() / (length * width), p.length = length;
   p.width = width, p.heads = heads, p.key_width = p.batch ? key.size() / (p.batch * length) : width;
-  p.query = generator() % 4 ? query.data() : nullptr, p.key = key.data(), p.value = value.data();
-  p.query_batch = p.gradient_batch = p.value_batch = length * width;
-  p.query_row = p.value_row = p.gradient_row = width, p.key_batch = length * p.key_width, p.key_row = p.key_width;
+  p.query = {generator() % 4 ? query.data() : nullptr, length * width, width};
+  p.key = {key.data(), length * p.key_width, p.key_width}, p.value = {value.data(), length * width, width};
   p.bias = bias.data(), p.output = output.data();
 }
 
@@ -65,7 +64,7 @@ static void set(aft::Problem& p, bool is_bf16, int64_t length, int64_t width, in
 template <class S>
 static void set_gradients(aft::Problem& p, std::vector<S>& gradient, std::vector<S>& dquery, std::vector<S>& dkey,
                           std::vector<S>& dvalue, std::vector<float>& dbias) {
-  p.gradient = gradient.data(), p.query_gradient = p.query ? dquery.data() : nullptr;
+  p.gradient = {gradient.data(), p.value.batch, p.value.row}, p.query_gradient = p.query.data ? dquery.data() : nullptr;
   p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
   p.bias_gradient = p.bias && generator() % 4 ? dbias.data() : nullptr;
 }
@@ -78,7 +77,7 @@ static double average(const aft::CausalProblem& p, int64_t row, int64_t t, int64
   double numerator = 0, denominator = 0, top = -1e300;
   for (int pass = 0; pass < 2; ++pass)
     for (int64_t k = first; k <= t; ++k) {
-      double logit = aft::to_float(((const S*)p.key)[row * p.key_batch + k * p.key_row + key_feature]);
+      double logit = aft::to_float(*aft::token_at<S>(p.key, row, k, key_feature));
       if (p.slopes) logit -= p.slopes[head] * double(t - k);
       if (t - k < p.window && p.bias) logit += p.bias[(p.bias_row(row, head, t - first) + 1) * p.window - 1 - (t - k)];
       if (t - k >= p.window && p.hides_outside) continue;
@@ -87,12 +86,12 @@ static double average(const aft::CausalProblem& p, int64_t row, int64_t t, int64
         continue;
       }
       const double weight = std::exp(logit - top);
-      numerator += weight * aft::to_float(((const S*)p.value)[row * p.value_batch + k * p.value_row + feature]);
+      numerator += weight * aft::to_float(*aft::token_at<S>(p.value, row, k, feature));
       denominator += weight;
     }
   if (denominator == 0) return 0;
   double gate = 1;
-  if (p.query) gate = 1 / (1 + std::exp(-aft::to_float(((const S*)p.query)[row * p.query_batch + t * p.query_row + feature])));
+  if (p.query.data) gate = 1 / (1 + std::exp(-aft::to_float(*aft::token_at<S>(p.query, row, t, feature))));
   return gate * numerator / denominator;
 }
 
@@ -205,7 +204,7 @@ static void run_band(bool is_bf16) {
   const int64_t start = generator() % P, T = choose({0, 1, P - start, P}), s = choose({1, 2, 9, 40});
   std::vector<S> u = numbers<S>(h * P * r, 1), v = numbers<S>(h * P * r, 1), du(u.size()), dv(v.size());
   std::vector<float> band(T * h * s, NAN);
-  aft::BandProblem p = {is_bf16, h, P, r, start, T, s, u.data(), v.data(), P * r, r, P * r, r, band.data(), du.data(), dv.data()};
+  aft::BandProblem p = {is_bf16, h, P, r, start, T, s, {u.data(), P * r, r}, {v.data(), P * r, r}, band.data(), du.data(), dv.data()};
   aft_band(&p);
   require_finite(band, "w");
   aft_band_backward(&p);

@@ -201,7 +201,7 @@ def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
     for x in found[3 if gradient.numel() else 0 :]:
         x.zero_()
-    _call(f"{name}_backward", FIELDS[name](*problem[:-1]), problem, None, (_dense_rows(gradient), *found))
+    _call(f"{name}_backward", FIELDS[name](*problem[:-1]), problem, None, (gradient, *found))
     if problem[1] is not arguments[1]:
         found[1] = found[1].unflatten(2, (len(problem[3]), -1)).sum(3)
     return tuple(found)
@@ -246,9 +246,9 @@ def _call_band(kernel, query, key, start, band, *gradients):  # type: ignore[no-
     (_, length, heads, window), (*_, positions, features) = band.shape, query.shape
     if query.shape != key.shape or query.dtype != key.dtype or window < 1 or positions < 1:
         raise ValueError(f"factors do not match: {tuple(query.shape)}, {query.dtype}, {tuple(key.shape)}, {key.dtype}")
-    factors = [_dense_rows(query), _dense_rows(key)]
+    factors = _with_strides(query, key)
     sizes = query.dtype == torch.bfloat16, heads, positions, features, start, length, window
-    _run(kernel, [*sizes, *factors, *_strides(factors), band, *(gradients or (None, None))])
+    _run(kernel, [*sizes, *factors, band, *(gradients or (None, None))])
 
 
 # Of a problem: its number of heads, whether its w fits the other arguments, and the fields that only its operator has,
@@ -310,10 +310,9 @@ def _call(
         given = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
         raise ValueError(f"arguments of the operator do not match: {given}")
     sizes = dtype == torch.bfloat16, batch, length, width, heads, key.shape[2]
-    inputs = [x if x is None else _dense_rows(x) for x in (query, key, value)]
-    tensors = *inputs, *_strides(inputs), bias if bias is None else bias.contiguous(), output
+    tensors = *_with_strides(query, key, value), bias if bias is None else bias.contiguous(), output
     of_output, *found = gradients
-    _run(kernel, [*sizes, *tensors, of_output, *_strides([of_output]), *found, *others])
+    _run(kernel, [*sizes, *tensors, *_with_strides(of_output), *found, *others])
 
 
 def _run(kernel: str, fields: Sequence[Any]) -> None:
@@ -327,13 +326,10 @@ def _run(kernel: str, fields: Sequence[Any]) -> None:
         raise RuntimeError(f"the kernel {kernel} failed, probably for lack of memory")
 
 
-def _strides(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    return [stride for x in tensors for stride in ((0, 0) if x is None else x.stride()[:2])]
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x with contiguous features."""
-    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+def _with_strides(*tensors: torch.Tensor | None) -> list[Any]:
+    """Return tensors with contiguous features, each followed by its other two strides."""
+    dense = (x if x is None or x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous() for x in tensors)
+    return [field for x in dense for field in ((0, 0, 0) if x is None else (x, *x.stride()[:2]))]
 
 
 # -------------------------------------------------------------------------------------------------------- registration

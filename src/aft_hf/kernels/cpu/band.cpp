@@ -14,7 +14,6 @@ template <class Run>
 void for_each_span(const BandProblem& p, int64_t begin, int64_t end, const Run& run) {
   const int64_t spans = (end - begin + SPAN - 1) / SPAN;
   parallel_for(p.heads * spans, p.heads * (end - begin) * p.features, [&](int64_t task, int64_t tasks) {
-    const FlushSubnormals flush;
     for (; task < tasks; ++task) {
       const int64_t first = begin + task % spans * SPAN;
       run(task / spans, first, std::min(first + SPAN, end));
@@ -25,14 +24,13 @@ void for_each_span(const BandProblem& p, int64_t begin, int64_t end, const Run& 
 template <class S>
 void forward(const BandProblem& p) {
   for_each_span(p, p.start, p.start + p.length, [&](int64_t head, int64_t begin, int64_t end) {
-    const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
     // Tiles reach beyond both ends of u and v; what they read there is not used.
-    const auto inside = [&](int64_t t) { return std::min(std::max<int64_t>(t, 0), p.positions - 1); };
+    const auto inside = [&](int64_t t) { return std::clamp<int64_t>(t, 0, p.positions - 1); };
     for (int64_t t = begin; t < end; t += ROWS)
       for (int64_t from = t - p.window + 1; from < t + ROWS; from += SIDE) {
         const S *queries[ROWS], *keys[SIDE];
-        for (int i = 0; i < ROWS; ++i) queries[i] = u + inside(t + i) * p.query_row;
-        for (int j = 0; j < SIDE; ++j) keys[j] = v + inside(from + j) * p.key_row;
+        for (int i = 0; i < ROWS; ++i) queries[i] = token_at<S>(p.query, head, inside(t + i), 0);
+        for (int j = 0; j < SIDE; ++j) keys[j] = token_at<S>(p.key, head, inside(from + j), 0);
         vf sums[VL] = {};
         const auto add = [&](int64_t f, int count) {
           vf of_keys[SIDE];
@@ -57,7 +55,7 @@ void forward(const BandProblem& p) {
 
 // The gradient of u for positions begin .. end - 1, if x is v, or that of v, if x is u.
 template <bool OF_QUERY, class S>
-void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, const S* x, int64_t stride, S* output) {
+void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, Tensor x, S* output) {
   const int64_t reach = p.window - 1, next_row = p.heads * p.window - 1;  // from (t, t') to (t + 1, t')
   for (int64_t t = begin; t < end; t += ROWS) {
     const int64_t first = OF_QUERY ? std::max<int64_t>(t - reach, 0) : t;
@@ -65,13 +63,12 @@ void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, co
     for (int64_t f = 0; f < p.features; f += SIDE * VL) {
       const bool is_full = f + SIDE * VL <= p.features;
       int counts[SIDE];
-      for (int c = 0; c < SIDE; ++c)
-        counts[c] = int(std::min<int64_t>(VL, std::max<int64_t>(0, p.features - f - c * VL)));
+      for (int c = 0; c < SIDE; ++c) counts[c] = part(std::max<int64_t>(0, p.features - f - c * VL));
       vf sums[ROWS][SIDE] = {};
       int64_t place = OF_QUERY ? p.place(head, t, first) : p.place(head, first, t);
       for (int64_t other = first; other < last; ++other, place += OF_QUERY ? 1 : next_row) {
         const auto holds = [&](int i) { return OF_QUERY ? p.holds(t + i, other) : p.holds(other, t + i); };
-        const S* next = x + other * stride + f;
+        const S* next = token_at<S>(x, head, other, f);
         vf of_other[SIDE];
         for (int c = 0; c < SIDE; ++c) of_other[c] = is_full ? load(next + c * VL) : load(next + c * VL, counts[c]);
         const bool all = holds(0) && holds(ROWS - 1);  // others may be NaN, so they are not multiplied by 0
@@ -93,9 +90,8 @@ void gradient(const BandProblem& p, int64_t head, int64_t begin, int64_t end, co
 template <class S>
 void backward(const BandProblem& p) {
   for_each_span(p, 0, p.positions, [&](int64_t head, int64_t begin, int64_t end) {
-    const S *u = (const S*)p.query + head * p.query_head, *v = (const S*)p.key + head * p.key_head;
-    gradient<true>(p, head, begin, end, v, p.key_row, (S*)p.query_gradient);
-    gradient<false>(p, head, begin, end, u, p.query_row, (S*)p.key_gradient);
+    gradient<true>(p, head, begin, end, p.key, (S*)p.query_gradient);
+    gradient<false>(p, head, begin, end, p.query, (S*)p.key_gradient);
   });
 }
 

@@ -13,20 +13,6 @@ class Forward : public CausalColumn<S> {
       : CausalColumn<S>(p, weights, row, at, scratch), before_(before), has_state_(p.numerator),
         features_(p.features()), key_features_(p.key_width / p.heads) {}
 
-  void run() {
-    int64_t written = 0;
-    for_each_document(p, row, [&](int64_t begin, int64_t end) {
-      for (; written < begin; ++written) write(written, vf{});
-      document(begin, end);
-      written = end;
-    });
-    for (; written < p.length; ++written) write(written, vf{});
-  }
-
- private:
-  using CausalColumn<S>::p, CausalColumn<S>::at, CausalColumn<S>::row, CausalColumn<S>::reach, CausalColumn<S>::far,
-      CausalColumn<S>::head;
-
   void document(int64_t begin, int64_t end) {
     far = Sums();
     this->hide(0, reach);
@@ -35,21 +21,18 @@ class Forward : public CausalColumn<S> {
       const int count = int(std::min<int64_t>(this->chunk, end - t));
       this->read(t, count, reach);
       this->queries(t - begin, count, vf{},
-                    [&](int i, const Sums& sums) { write(t + i, gated(t + i, sums.average())); });
+                    [&](int i, const Sums& sums) { this->write(p.output, t + i, gated(t + i, sums.average())); });
       this->advance(count);
     }
     if (has_state_ && !p.hides_outside) write_sums();
   }
 
-  vf gated(int64_t token, vf average) const {
-    if (!p.query) return average;
-    return average * sigmoid(this->template of_token<S>(p.query, p.query_batch, p.query_row, token));
-  }
+ private:
+  using CausalColumn<S>::p, CausalColumn<S>::at, CausalColumn<S>::row, CausalColumn<S>::reach, CausalColumn<S>::far,
+      CausalColumn<S>::head;
 
-  void write(int64_t token, vf output) const {
-    S* to = (S*)p.output + (row * p.length + token) * p.width + at.first;
-    __builtin_prefetch(to + AHEAD * p.width, 1);
-    store(to, output, at.count);
+  vf gated(int64_t token, vf average) const {
+    return p.query.data ? average * sigmoid(this->of_token(p.query, token)) : average;
   }
 
   // -------------------------------------------------------------------------------------------------------- the state
@@ -99,22 +82,11 @@ class Forward : public CausalColumn<S> {
   const int64_t features_, key_features_;  // of a head
 };
 
-// Updates the last tokens in the state of a head.
-template <class S>
-void keep_tokens(const CausalProblem& p, int64_t row, int64_t head) {
-  const int64_t kept = p.window - 1, features = p.features(), key_features = p.key_width / p.heads;
-  const int64_t index = (row * p.heads + head) * kept;
-  const S* keys = (const S*)p.key + row * p.key_batch + head * key_features;
-  const S* values = (const S*)p.value + row * p.value_batch + head * features;
-  for_each_document(p, row, [&](int64_t begin, int64_t end) {
-    keep_last(p.keys + index * key_features, kept, key_features, keys, p.key_row, begin, end);
-    keep_last(p.values + index * features, kept, features, values, p.value_row, begin, end);
-  });
-}
-
 template <class S>
 void forward(const CausalProblem& p) {
   if (p.numbers() == 0) return;
+  for (int64_t t = 0; p.first && t < p.batch * p.length; ++t)
+    if (p.first[t] > t % p.length) memset((S*)p.output + t * p.width, 0, p.width * sizeof(S));  // padding
   const Weights weights(p);
   const std::vector<Column> columns = columns_of(p);
   CausalProblem before = p;
@@ -125,10 +97,12 @@ void forward(const CausalProblem& p) {
   }
   const int64_t count = columns.size();
   parallel_for(p.batch * count, p.numbers(), [&](int64_t begin, int64_t end) {
-    const FlushSubnormals flush;
     const Scratch scratch(CausalColumn<S>::vectors(p));
-    for (int64_t task = begin; task < end; ++task)
-      Forward<S>(p, before, weights, task / count, columns[task % count], scratch).run();
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task / count;
+      Forward<S> column(p, before, weights, row, columns[task % count], scratch);
+      for_each_document(p, row, [&](int64_t first, int64_t last) { column.document(first, last); });
+    }
   });
   for (int64_t i = 0; p.numerator && i < p.batch * p.heads; ++i) keep_tokens<S>(p, i / p.heads, i % p.heads);
 }

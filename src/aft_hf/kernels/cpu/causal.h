@@ -65,17 +65,24 @@ void for_each_document(const CausalProblem& p, int64_t row, const Visit& visit) 
   }
 }
 
-// Updates the last `count` keys or values of a head in a state, (count, features), after tokens begin .. end - 1.
+// Updates the last tokens in the state of a head.
 template <class S>
-void keep_last(float* kept, int64_t count, int64_t features, const S* tokens, int64_t stride, int64_t begin,
-               int64_t end) {
+void keep_tokens(const CausalProblem& p, int64_t row, int64_t head) {
+  const int64_t count = p.window - 1;
   if (count == 0) return;
-  const int64_t stay = std::max<int64_t>(0, count - (end - begin));
-  memmove(kept, kept + (count - stay) * features, stay * features * sizeof(float));
-  for (int64_t i = stay; i < count; ++i) {
-    const S* token = tokens + (end - count + i) * stride;
-    for (int64_t f = 0; f < features; ++f) kept[i * features + f] = to_float(token[f]);
-  }
+  const auto keep = [&](const Tensor& x, int64_t features, float* kept) {
+    kept += (row * p.heads + head) * count * features;
+    for_each_document(p, row, [&](int64_t begin, int64_t end) {
+      const int64_t stay = std::max<int64_t>(0, count - (end - begin));
+      memmove(kept, kept + (count - stay) * features, stay * features * sizeof(float));
+      for (int64_t i = stay; i < count; ++i) {
+        const S* token = token_at<S>(x, row, end - count + i, head * features);
+        for (int64_t f = 0; f < features; ++f) kept[i * features + f] = to_float(token[f]);
+      }
+    });
+  };
+  keep(p.key, p.key_width / p.heads, p.keys);
+  keep(p.value, p.features(), p.values);
 }
 
 // exp(w - M) for each row of w, where M is a multiple of ln 2, at least the largest w of the row. An entry is a number,
@@ -110,7 +117,7 @@ class Weights {
     const vf most = splat(std::nearbyint(top * LOG2_E));
     float *weights = &table_[r * stride], *first = weights + PAD;
     for (int64_t i = 0; i < p.window; i += VL) {
-      const int count = int(std::min<int64_t>(VL, p.window - i));
+      const int count = part(p.window - i);
       const Scaled e = split_exp(load(w + i, count));
       store(first + i, scaled(e.m, e.n - most), count);
     }
@@ -183,20 +190,16 @@ class CausalColumn {
     for (int offset = 0; offset < count; ++offset) {
       Scaled key = split_exp(key_of(token + offset));
       if (p.slopes) key.m *= load(growth_m_ + offset * VL), key.n += load(growth_n_ + offset * VL);
-      put(i + offset, key, of_token<S>(p.value, p.value_batch, p.value_row, token + offset));
+      put(i + offset, key, of_token(p.value, token + offset));
     }
   }
 
-  template <class X>
-  vf of_token(const void* x, int64_t batch_stride, int64_t row_stride, int64_t token) const {
-    const X* from = (const X*)x + row * batch_stride + token * row_stride + at.first;
-    __builtin_prefetch(from + AHEAD * row_stride);
-    return load(from, at.count);
-  }
+  vf of_token(const Tensor& x, int64_t token) const { return read_token<S>(x, row, token, at.first, at.count); }
+  void write(void* x, int64_t token, vf y) const { write_token<S>(p, x, p.place(row, token, at.first), y, at.count); }
 
   vf key_of(int64_t token) const {
-    if (!p.key_per_head()) return of_token<S>(p.key, p.key_batch, p.key_row, token);
-    const S* keys = (const S*)p.key + row * p.key_batch + token * p.key_row;
+    if (!p.key_per_head()) return of_token(p.key, token);
+    const S* keys = token_at<S>(p.key, row, token, 0);
     vf x = splat(to_float(keys[at.head]));
     if (!at.one_head)
       for (int lane = 0; lane < at.count; ++lane) x[lane] = to_float(keys[head(lane)]);
@@ -245,22 +248,19 @@ class CausalColumn {
     far.renormalize(far.denominator);
   }
 
-  // exp(w - M) of query i of the chunk: its row of weights, and the entry of a key, -PAD <= j < window + PAD.
+  // exp(w - M) of query i of the chunk: its row of weights, and the entry of a key, -PAD <= j < window + PAD, or
+  // j = window + PAD for far keys.
   const float* weights_of(int i) const { return weights_of_[i]; }
   template <bool VECTORS>
   static vf weight(const float* weights, int64_t j) {
     return VECTORS ? load(weights + (PAD + j) * VL) : splat(weights[PAD + j]);
-  }
-  template <bool VECTORS>
-  vf far_weight(const float* weights) const {
-    return weight<VECTORS>(weights, p.window + PAD);
   }
 
   // Prepares `careful_weight` of query i.
   void split_weights(int i) {
     if (std::exchange(split_, weights_of(i)) == weights_of(i)) return;
     for (int64_t j = 0; j < p.window; j += weights_.vectors ? 1 : VL) {
-      const int count = weights_.vectors ? VL : int(std::min<int64_t>(VL, p.window - j));
+      const int count = weights_.vectors ? VL : part(p.window - j);
       vf w = {};
       if (p.bias && !weights_.vectors) w = load(p.bias + p.bias_row(row, at.head, position_ + i) * p.window + j, count);
       for (int lane = 0; lane < at.count && p.bias && weights_.vectors; ++lane)
@@ -320,7 +320,7 @@ class CausalColumn {
       vf numerator[TILE], denominator[TILE];
       for (int u = 0; u < TILE; ++u) {
         weights[u] = weights_of(i + u);
-        const vf of_far = far_weight<VECTORS>(weights[u]);
+        const vf of_far = weight<VECTORS>(weights[u], p.window + PAD);
         numerator[u] = (later.numerator + own.numerator) * of_far;
         denominator[u] = (later.denominator + own.denominator) * of_far;
         if (p.hides_outside || u >= rows) continue;

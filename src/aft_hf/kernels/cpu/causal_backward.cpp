@@ -64,7 +64,6 @@ class Backward {
   }
 
   static void clear(float* x, int64_t count) { memset(x, 0, count * VL * sizeof(float)); }
-  static void add(float* x, vf y) { store(x, load(x) + y); }
 
   void document(int64_t begin, int64_t end) {
     const int64_t length = columns_[0].sums.chunk, chunks = (end - begin + length - 1) / length;
@@ -116,10 +115,8 @@ class Backward {
 
     clear(column.a + count * VL, PAD), clear(column.b + count * VL, PAD);
     column.is_exact = sums.queries(t - begin, count, center, [&](int i, const Sums& of_query) {
-      const vi empty = of_query.denominator == 0.0f;
-      const vf average = of_query.average();
-      const vf gradient = gradient_of_average(column, t + i, average + (empty ? vf{} : center));
-      const vf a = empty ? vf{} : gradient / of_query.denominator;
+      const vf average = of_query.average(), offset = of_query.denominator == 0.0f ? vf{} : center;
+      const vf a = of_query.divided(gradient_of_average(column, t + i, average + offset));
       store(column.a + i * VL, a), store(column.b + i * VL, -a * average), store(n_ + i * VL, of_query.n);
     });
 
@@ -142,12 +139,10 @@ class Backward {
   // The gradient of the average of a query; writes that of the query itself.
   vf gradient_of_average(const BackwardColumn<S>& column, int64_t token, vf average) const {
     const CausalColumn<S>& sums = column.sums;
-    const vf gradient = sums.template of_token<S>(p.gradient, p.gradient_batch, p.gradient_row, token);
-    if (!p.query) return gradient;
-    const vf gate = sigmoid(sums.template of_token<S>(p.query, p.query_batch, p.query_row, token));
-    S* of_query = (S*)p.query_gradient + (row_ * p.length + token) * p.width + sums.at.first;
-    __builtin_prefetch(of_query + AHEAD * p.width, 1);
-    store(of_query, gradient * average * gate * (1.0f - gate), sums.at.count);
+    const vf gradient = sums.of_token(p.gradient, token);
+    if (!p.query.data) return gradient;
+    const vf gate = sigmoid(sums.of_token(p.query, token));
+    sums.write(p.query_gradient, token, gradient * average * gate * (1.0f - gate));
     return gradient * gate;
   }
 
@@ -166,7 +161,7 @@ class Backward {
         a[u] = b[u] = vf{};
         if (p.hides_outside || i >= count) continue;
         a[u] = later.denominator + own.denominator, b[u] = later.numerator + own.numerator;
-        const vf weight = sums.template far_weight<VECTORS>(sums.weights_of(i));
+        const vf weight = sums.template weight<VECTORS>(sums.weights_of(i), p.window + PAD);
         own.denominator += load(column.a + i * VL) * weight, own.numerator += load(column.b + i * VL) * weight;
       }
       const int first = std::max(0, entry - reach_), last = std::min(count, entry + TILE);
@@ -233,13 +228,11 @@ class Backward {
 
   void write(const BackwardColumn<S>& column, int64_t token, vf of_key, vf of_value) const {
     const Column& at = column.sums.at;
-    const int64_t place = (row_ * p.length + token) * p.width + at.first;
-    __builtin_prefetch((S*)p.value_gradient + place + AHEAD * p.width, 1);
-    store((S*)p.value_gradient + place, of_value, at.count);
-    if (!p.key_per_head()) {
-      __builtin_prefetch((S*)p.key_gradient + place + AHEAD * p.width, 1);
-      store((S*)p.key_gradient + place, of_key, at.count);
-    } else if (at.one_head)
+    const int64_t place = p.place(row_, token, at.first);
+    write_token<S>(p, p.value_gradient, place, of_value, at.count);
+    if (!p.key_per_head())
+      write_token<S>(p, p.key_gradient, place, of_key, at.count);
+    else if (at.one_head)
       key_gradient_[token * p.heads + at.head] += sum_of(of_key);
     else
       for (int lane = 0; lane < at.count; ++lane)
@@ -334,7 +327,6 @@ void backward(const CausalProblem& p) {
   const int64_t parts = std::min(units, threads);
   std::vector<std::vector<float>> partial(p.bias_gradient ? parts : 0);
   parallel_for(parts, p.numbers(), [&](int64_t begin, int64_t end) {
-    const FlushSubnormals flush;
     std::vector<float> keys(key_per_head ? p.length * p.heads : 0);
     for (int64_t part = begin; part < end; ++part) {
       float* bias_gradient = p.bias_gradient;

@@ -13,15 +13,15 @@ void step(const CausalProblem& p, int64_t row, int64_t head) {
   const int64_t key_features = key_per_head ? 1 : features, index = row * p.heads + head;
   const float* w = p.bias ? p.bias + p.bias_row(row, head, 0) * p.window : nullptr;
   const float slope = p.slopes ? p.slopes[head] : 0.0f;
-  const S* new_key = (const S*)p.key + row * p.key_batch + head * key_features;
-  const S* new_value = (const S*)p.value + row * p.value_batch + head * features;
+  const S* new_key = token_at<S>(p.key, row, 0, head * key_features);
+  const S* new_value = token_at<S>(p.value, row, 0, head * features);
   float* keys = p.keys + index * kept * key_features;
   float* values = p.values + index * kept * features;
   float *maximum = p.maximum + index * key_features, *denominator = p.denominator + index * key_features;
   float* numerator = p.numerator + index * features;
 
   for (int64_t f = 0; f < features; f += VL) {
-    const int count = int(std::min<int64_t>(VL, features - f));
+    const int count = part(features - f);
     auto key_of = [&](const float* x) { return key_per_head ? splat(*x) : load(x + f, count); };
     const vf key = key_per_head ? splat(to_float(*new_key)) : load(new_key + f, count);
     const vf value = load(new_value + f, count);
@@ -43,10 +43,7 @@ void step(const CausalProblem& p, int64_t row, int64_t head) {
       product += weight * load(numerator + f, count);
     }
     vf average = sum == 0.0f ? vf{} : product / sum;
-    if (p.query) {
-      const S* query = (const S*)p.query + row * p.query_batch + head * features + f;
-      average *= sigmoid(load(query, count));
-    }
+    if (p.query.data) average *= sigmoid(load(token_at<S>(p.query, row, 0, head * features + f), count));
     store((S*)p.output + row * p.width + head * features + f, average, count);
 
     if (!p.hides_outside) {
@@ -63,14 +60,12 @@ void step(const CausalProblem& p, int64_t row, int64_t head) {
       }
     }
   }
-  keep_last(keys, kept, key_features, new_key, 0, 0, 1);
-  keep_last(values, kept, features, new_value, 0, 0, 1);
+  keep_tokens<S>(p, row, head);
 }
 
 template <class S>
 void steps(const CausalProblem& p) {
   parallel_for(p.batch * p.heads, p.numbers() * p.window, [&](int64_t begin, int64_t end) {
-    const FlushSubnormals flush;
     for (int64_t i = begin; i < end; ++i) step<S>(p, i / p.heads, i % p.heads);
   });
 }

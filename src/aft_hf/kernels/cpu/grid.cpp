@@ -74,7 +74,7 @@ struct Group {
       : first(first_key), count(keys), weights(p.taps()), m(weights), n(weights) {
     const int64_t of_key = p.width / p.key_width, begin = first * of_key, end = (first + count) * of_key;
     for (int64_t f = begin; f < end; f += VL) {
-      Features& next = features.emplace_back(Features{f, int(std::min<int64_t>(VL, end - f))});
+      Features& next = features.emplace_back(Features{f, part(end - f)});
       for (int lane = 0; lane < next.count; ++lane) next.lanes[lane] = int((f + lane) / of_key - first);
     }
     vf most = p.hides_outside ? splat(NEVER) : vf{};
@@ -104,11 +104,11 @@ struct Group {
 template <class S>
 class Task {
  public:
-  Task(const GridProblem& problem, bool backward)
+  explicit Task(const GridProblem& problem)
       : p(problem), reach_(p.kernel_columns / 2), stride_(p.columns + 2 * reach_ + 1), m_(p.length), n_(m_), v_(m_),
         denominators_(m_), numerators_(m_), beside_(m_), above_(p.rows), below_(p.rows), weights_(p.taps()),
         e_(p.rows * stride_ + 2), ev_(e_) {
-    if (backward) a_ = b_ = e_, dkey_ = dvalue_ = m_;
+    if (p.is_backward()) a_ = b_ = e_, dkey_ = dvalue_ = m_;
   }
 
   void forward(int64_t batch, const Group& group) {
@@ -120,8 +120,7 @@ class Task {
       for (int64_t query = 0; query < p.length; ++query) {
         vf numerator = numerators_[query], denominator = features.of_keys(denominators_[query]);
         if (any(denominator < SMALLEST)) numerator = all_sums(query).average(), denominator = splat(1.0f);
-        if (p.query)  // 1 / sigmoid(q)
-          denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, p.query_batch, p.query_row, query)));
+        if (p.query.data) denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, query)));  // 1 / sigmoid(q)
         write(p.output, query, numerator / denominator);
       }
     }
@@ -171,22 +170,19 @@ class Task {
   int64_t at(int64_t row, int64_t column) const { return row * stride_ + reach_ + 1 + column; }
   int64_t at(int64_t position) const { return at(position / p.columns, position % p.columns); }
 
-  vf read(const void* x, int64_t batch_stride, int64_t row_stride, int64_t position) const {
-    const S* from = (const S*)x + batch_ * batch_stride + position * row_stride + features_->first;
-    __builtin_prefetch(from + AHEAD * row_stride);
-    return load(from, features_->count);
+  vf read(const Tensor& x, int64_t position) const {
+    return read_token<S>(x, batch_, position, features_->first, features_->count);
   }
   void write(void* x, int64_t position, vf y) const {
-    store((S*)x + (batch_ * p.length + position) * p.width + features_->first, y, features_->count);
+    write_token<S>(p, x, p.place(batch_, position, features_->first), y, features_->count);
   }
 
   // Reads keys, and computes their denominators.
   void begin(int64_t batch, const Group& group) {
     batch_ = batch, group_ = &group;
-    const S* keys = (const S*)p.key + batch * p.key_batch + group.first;
     vf top = splat(NEVER);
     for (int64_t i = 0; i < p.length; ++i) {
-      const Scaled e = split_exp(load(keys + i * p.key_row, group.count));
+      const Scaled e = split_exp(load(token_at<S>(p.key, batch, i, group.first), group.count));
       m_[i] = e.m, n_[i] = e.n, top = max(e.n, top);
     }
     for (int64_t i = 0; i < p.length; ++i) e_[at(i)] = scaled(m_[i], n_[i] - top);
@@ -198,7 +194,7 @@ class Task {
   void read_values(const Features& features) {
     features_ = &features, center_ = vf{};
     for (int64_t i = 0; i < p.length; ++i) {
-      const vf value = read(p.value, p.value_batch, p.value_row, i);
+      const vf value = read(p.value, i);
       v_[i] = features.of_keys(m_[i]) == 0.0f ? vf{} : value;  // hidden values may be NaN
     }
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights_[tap] = features.of_keys(group_->weights[tap]);
@@ -296,9 +292,8 @@ class Task {
 
   void add_careful_gradients(int64_t query) {
     const Sums sums = all_sums(query);
-    const vi empty = sums.denominator == 0.0f;
-    const vf average = sums.average(), gradient = gradient_of_average(query, empty ? vf{} : average + center_);
-    const vf a = empty ? vf{} : gradient / sums.denominator;
+    const vf average = sums.average(), offset = sums.denominator == 0.0f ? vf{} : center_;
+    const vf a = sums.divided(gradient_of_average(query, average + offset));
     each_key(query, [&](Scaled e, vf value, int64_t key, int64_t tap) {
       const vf weight = scaled(e.m, e.n - sums.n), of_logit = weight * a * (value - average);
       dvalue_[key] += weight * a;
@@ -311,9 +306,9 @@ class Task {
 
   // Multiplies the gradient of an output by the gate, and writes the gradient of the query.
   vf gradient_of_average(int64_t query, vf average) const {
-    const vf gradient = read(p.gradient, p.gradient_batch, p.gradient_row, query);
-    if (!p.query) return gradient;
-    const vf gate = sigmoid(read(p.query, p.query_batch, p.query_row, query));
+    const vf gradient = read(p.gradient, query);
+    if (!p.query.data) return gradient;
+    const vf gate = sigmoid(read(p.query, query));
     write(p.query_gradient, query, gradient * average * gate * (1.0f - gate));
     return gradient * gate;
   }
@@ -350,7 +345,7 @@ class Task {
 };
 
 template <class S>
-void run(const GridProblem& p, bool backward) {
+void run(const GridProblem& p) {
   const int64_t numbers = p.batch * p.length * p.width * p.taps(), threads = num_threads(numbers);
   const int64_t keys = std::clamp<int64_t>(p.batch * p.key_width / threads, 1, VL);  // of a group
   std::vector<Group> groups;
@@ -363,14 +358,13 @@ void run(const GridProblem& p, bool backward) {
   const int64_t count = groups.size(), tasks = p.batch * count, parts = std::min(tasks, threads);
   std::vector<Vectors> dkernels(p.bias_gradient ? parts : 0);
   parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
-    const FlushSubnormals flush;
-    Task<S> task(p, backward);
+    Task<S> task(p);
     for (int64_t part = begin; part < end; ++part) {
       if (p.bias_gradient) dkernels[part].resize(vectors * p.taps());
       for (int64_t i = tasks * part / parts; i < tasks * (part + 1) / parts; ++i) {
         const Group& group = groups[i % count];
         vf* dkernel = p.bias_gradient ? &dkernels[part][first[i % count] * p.taps()] : nullptr;
-        backward ? task.backward(i / count, group, dkernel) : task.forward(i / count, group);
+        p.is_backward() ? task.backward(i / count, group, dkernel) : task.forward(i / count, group);
       }
     }
   });
@@ -386,14 +380,8 @@ void run(const GridProblem& p, bool backward) {
       }
 }
 
-template <class S>
-void grid_forward(const GridProblem& p) { run<S>(p, false); }
-
-template <class S>
-void grid_backward(const GridProblem& p) { run<S>(p, true); }
-
 }  // namespace
 }  // namespace aft
 
-AFT_KERNEL(grid, GridProblem, grid_forward)
-AFT_KERNEL(grid_backward, GridProblem, grid_backward)
+AFT_KERNEL(grid, GridProblem, run)
+AFT_KERNEL(grid_backward, GridProblem, run)

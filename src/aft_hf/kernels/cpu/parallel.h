@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define AFT_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -29,12 +32,36 @@ static inline int64_t num_threads(int64_t numbers) {
   return std::max<int64_t>(count, 1);
 }
 
+// Products with subnormal numbers take many times longer, so they count as 0 as long as an object of this class lives.
+class FlushSubnormals {
+ public:
+#if defined(__x86_64__)
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  FlushSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
+  }
+  ~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
 // Calls run(begin, end) for parts of the range 0 .. count - 1, on one thread each.
 template <class Run>
 void parallel_for(int64_t count, int64_t numbers, const Run& run) {
-  if (count <= 1 || num_threads(numbers) == 1) return run(int64_t(0), count);
-  auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Run*>(context))(begin, end); };
+  const auto call = [](int64_t begin, int64_t end, void* context) {
+    const FlushSubnormals flush;
+    (*static_cast<const Run*>(context))(begin, end);
+  };
   void* context = const_cast<void*>(static_cast<const void*>(&run));
+  if (count <= 1 || num_threads(numbers) == 1) return call(0, count, context);
   if (torch_parallel_for(0, count, 1, call, context)) throw std::runtime_error("a thread failed");
 }
 

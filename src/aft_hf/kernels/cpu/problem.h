@@ -12,24 +12,29 @@ namespace aft {
 // Sums with a smaller denominator are computed again: terms below 2^-126 are lost, so 2^-34 of such a denominator each.
 constexpr float SMALLEST = 0x1p-92f;
 
-// All fields of problems have 64 bits, so that Python can pack them. Features are contiguous, other strides are free.
+// All fields of problems have 64 bits, so that Python can pack them.
+struct Tensor {  // features are contiguous
+  const void* data;
+  int64_t batch, row;  // strides
+};
+
 struct Problem {  // what problems of Eq. 2 have in common
   int64_t is_bf16;                    // query, key, value, output and their gradients are bfloat16, otherwise float32
   int64_t batch, length;              // B, T
   int64_t width, heads, key_width;    // d, h, and d, or h for one key per head
-  const void *query, *key, *value;    // (B, T, d), (B, T, d or h), (B, T, d); query may be null
-  int64_t query_batch, query_row, key_batch, key_row, value_batch, value_row;  // strides
+  Tensor query, key, value;           // (B, T, d), (B, T, d or h), (B, T, d); query may be null
   const float* bias;                  // w, contiguous
   void* output;                       // (B, T, d), contiguous
   // The backward pass.
-  const void* gradient;               // (B, T, d) of the output
-  int64_t gradient_batch, gradient_row;
+  Tensor gradient;                    // (B, T, d) of the output; null in the forward pass
   void *query_gradient, *key_gradient, *value_gradient;  // contiguous
   float* bias_gradient;               // filled with 0 by the caller; null if it is not needed
 
   int64_t numbers() const { return batch * length * width; }
   int64_t features() const { return width / heads; }  // of a head
+  int64_t place(int64_t row, int64_t token, int64_t feature) const { return (row * length + token) * width + feature; }
   bool key_per_head() const { return key_width != width; }
+  bool is_backward() const { return gradient.data; }
 };
 
 struct TableProblem : Problem {
@@ -50,8 +55,7 @@ struct BandProblem {  // of band.cpp
   int64_t is_bf16;  // u and v are bfloat16, otherwise float32
   int64_t heads, positions, features;
   int64_t start, length, window;  // the first token, T, s
-  const void *query, *key;        // u and v, (h, positions, features)
-  int64_t query_head, query_row, key_head, key_row;  // strides
+  Tensor query, key;              // u and v, (h, positions, features)
   float* band;                            // w or its gradient, (T, h, s)
   void *query_gradient, *key_gradient;    // contiguous
 
@@ -77,10 +81,9 @@ struct Sums {
     take_exponent(most), other.take_exponent(most);
     numerator += other.numerator, denominator += other.denominator;
   }
-  vf average() const { return denominator == 0.0f ? vf{} : numerator / denominator; }
-  void divide(Scaled growth) {
-    numerator /= growth.m, denominator /= growth.m, n -= growth.n;
-  }
+  vf divided(vf x) const { return denominator == 0.0f ? vf{} : x / denominator; }
+  vf average() const { return divided(numerator); }
+  void divide(Scaled growth) { numerator /= growth.m, denominator /= growth.m, n -= growth.n; }
   void renormalize(vf size) { take_exponent(n + exponent_of(size)); }
 };
 
@@ -98,8 +101,29 @@ Sums careful_sums(Sums sums, const EachKey& each_key) {
   return sums;
 }
 
-// Tokens to prefetch: the features of a column are far apart in memory.
+// Tokens to prefetch: the same features of tokens are far apart in memory.
 constexpr int64_t AHEAD = 16;
+
+// Where the features of a token begin.
+template <class S>
+const S* token_at(const Tensor& x, int64_t batch, int64_t token, int64_t feature) {
+  return (const S*)x.data + batch * x.batch + token * x.row + feature;
+}
+
+template <class S>
+vf read_token(const Tensor& x, int64_t batch, int64_t token, int64_t feature, int count) {
+  const S* from = token_at<S>(x, batch, token, feature);
+  __builtin_prefetch(from + AHEAD * x.row);
+  return load(from, count);
+}
+
+// Writes to a contiguous tensor (B, T, d).
+template <class S>
+void write_token(const Problem& p, void* x, int64_t place, vf y, int count) {
+  S* to = (S*)x + place;
+  __builtin_prefetch(to + AHEAD * p.width, 1);
+  store(to, y, count);
+}
 
 // A vector of features.
 struct Column {

@@ -32,7 +32,6 @@ constexpr int64_t FEWEST_KEYS = 128;   // of products in bfloat16: with fewer, r
 constexpr int64_t CACHE = 1 << 20;     // numbers of W that are computed at once
 
 static int64_t whole(int64_t count) { return (count + VL - 1) / VL * VL; }
-static int part(int64_t count) { return int(std::min<int64_t>(VL, count)); }
 
 // ----------------------------------------------------------------------------------------------------- the product
 
@@ -53,9 +52,7 @@ struct Pair {
 static inline vf multiply_add(float x, vf y, vf sum) { return sum + splat(x) * y; }
 
 AFT_PAIRS static inline vf multiply_add(Pair x, vf y, vf sum) {
-  int32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return add_pairs((vf)(vi{} + bits), y, sum);
+  return add_pairs((vf)(vi{} + __builtin_bit_cast(int32_t, x)), y, sum);
 }
 
 // Pairs of the numbers of two rows.
@@ -81,14 +78,11 @@ AFT_PAIRS void tile(Matrix<U> a, const U* b, int64_t b_row, int64_t count, float
   for (int64_t j = 0; j < count; ++j, units += a.column, b += b_row) {
     vf numbers[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) memcpy(&numbers[v], b + v * VL, sizeof(vf));
+    for (int v = 0; v < V; ++v) numbers[v] = load((const float*)(b + v * VL));
 #pragma GCC unroll 16
-    for (int q = 0; q < Q; ++q) {
-      U unit;
-      memcpy(&unit, units + q * a.row, sizeof unit);
+    for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[q][v] = multiply_add(unit, numbers[v], sums[q][v]);
-    }
+      for (int v = 0; v < V; ++v) sums[q][v] = multiply_add(units[q * a.row], numbers[v], sums[q][v]);
   }
   for (int q = 0; q < Q; ++q)
     for (int v = 0; v < V; ++v) {
@@ -145,9 +139,9 @@ struct Weights {
 template <class U>
 class WeightsOfHeads {
  public:
-  WeightsOfHeads(const TableProblem& problem, int64_t heads, bool backward)
+  WeightsOfHeads(const TableProblem& problem, int64_t heads)
       : p(problem), stride_(whole(p.length)), pairs_((p.length + 1) / 2), rows_(new Number[heads * 2 * pairs_ * stride_]),
-        columns_(PAIRS && backward ? new U[heads * pairs_ * stride_] : nullptr) {}
+        columns_(PAIRS && p.is_backward() ? new U[heads * pairs_ * stride_] : nullptr) {}
 
   Weights<U> operator[](int64_t i) const {
     return {&rows_[i * 2 * pairs_ * stride_], columns_ ? &columns_[i * pairs_ * stride_] : nullptr, stride_};
@@ -155,7 +149,6 @@ class WeightsOfHeads {
 
   void compute(int64_t first, int64_t heads) {
     parallel_for(heads * pairs_, heads * p.length * p.length, [&](int64_t begin, int64_t end) {
-      const FlushSubnormals flush;
       std::vector<float> numbers(stride_);
       for (int64_t pair = begin; pair < end; ++pair) {
         const float* biases = p.bias + (first + pair / pairs_) * p.length * p.length;
@@ -197,13 +190,13 @@ class WeightsOfHeads {
 template <class S, class U>
 class Task {
  public:
-  Task(const TableProblem& problem, bool backward)
+  explicit Task(const TableProblem& problem)
       : p(problem), block_(p.causal ? std::min(BLOCK, p.length) : p.length),
         wide_(whole(std::min(p.features(), MOST_FEATURES))), stride_(2 * wide_), row_(whole(p.length)),
         m_(p.length * wide_), n_(m_), v_(m_), top_(wide_), center_(wide_), x_(p.length * stride_),
         sums_(block_ * stride_), query_(block_ * wide_) {
     if (PAIRS) pairs_.resize(units(p.length) * stride_);
-    if (!backward) return;
+    if (!p.is_backward()) return;
     gradient_.resize(query_.size()), of_x_.resize(x_.size()), of_v_.resize(m_.size()), of_key_.resize(m_.size());
     if (PAIRS) pairs_of_sums_.resize(units(block_) * stride_);
     if (!p.bias_gradient) return;
@@ -219,7 +212,7 @@ class Task {
           float* to = &query_[(t - first) * wide_ + f];
           Average y = average(t - first, f);
           if (y.lost) y = {all_sums(t, f).average(), splat(1.0f), false};
-          if (p.query) y.denominator *= 1.0f + exp(min(splat(60.0f), -load(to)));  // 1 / sigmoid(q)
+          if (p.query.data) y.denominator *= 1.0f + exp(min(splat(60.0f), -load(to)));  // 1 / sigmoid(q)
           store(to, y.numerator / y.denominator);
         }
       write(query_.data(), p.output, first, last);
@@ -234,7 +227,7 @@ class Task {
     for (auto* x : {&of_x_, &of_v_, &of_key_}) std::fill(x->begin(), x->end(), 0.0f);
     find_center();
     for_each_block(weights, [&](int64_t first, int64_t last, int64_t end) {
-      read(p.gradient, p.gradient_batch, p.gradient_row, first, last, gradient_.data());
+      read(p.gradient, first, last, gradient_.data());
       for (int64_t f = 0; f < wide_; f += VL)
         for (int64_t t = first; t < last; ++t) {
           const Average sums = average(t - first, f);
@@ -249,7 +242,7 @@ class Task {
           float* of_sums = &sums_[(t - first) * stride_ + f];
           store(of_sums, a), store(of_sums + wide_, -a * y);
         }
-      if (p.query) write(query_.data(), p.query_gradient, first, last);
+      if (p.query.data) write(query_.data(), p.query_gradient, first, last);
       multiply_gradients(weights, first, last, end);
     });
     add_gradients();
@@ -277,31 +270,25 @@ class Task {
   // ----------------------------------------------------------------------------------------------- tensors in memory
 
   // Copies tokens to rows of floats, with 0 behind them.
-  void read(const void* x, int64_t batch_stride, int64_t row_stride, int64_t first, int64_t last, float* to) const {
-    const S* from = (const S*)x + batch_ * batch_stride + first * row_stride + feature_;
-    for (int64_t t = first; t < last; ++t, from += row_stride, to += wide_)
-      for (int64_t f = 0; f < wide_; f += VL) {
-        __builtin_prefetch(from + AHEAD * row_stride + f);
-        store(to + f, f < count_ ? load(from + f, part(count_ - f)) : vf{});
-      }
+  void read(Tensor x, int64_t first, int64_t last, float* to) const {
+    for (int64_t t = first; t < last; ++t, to += wide_)
+      for (int64_t f = 0; f < wide_; f += VL)
+        store(to + f, f < count_ ? read_token<S>(x, batch_, t, feature_ + f, part(count_ - f)) : vf{});
   }
 
-  // Copies rows of floats to tokens of a contiguous tensor (B, T, d).
+  // Copies rows of floats to tokens.
   void write(const float* from, void* x, int64_t first, int64_t last) const {
-    S* to = (S*)x + (batch_ * p.length + first) * p.width + feature_;
-    for (int64_t t = first; t < last; ++t, from += wide_, to += p.width)
-      for (int64_t f = 0; f < count_; f += VL) {
-        __builtin_prefetch(to + AHEAD * p.width + f, 1);
-        store(to + f, load(from + f), part(count_ - f));
-      }
+    for (int64_t t = first; t < last; ++t, from += wide_)
+      for (int64_t f = 0; f < count_; f += VL)
+        write_token<S>(p, x, p.place(batch_, t, feature_ + f), load(from + f), part(count_ - f));
   }
 
   // Reads the keys and values of a task.
   void begin(int64_t head, int64_t batch, int64_t feature) {
     head_ = head, batch_ = batch, feature_ = head * p.features() + feature;
     count_ = std::min(wide_, p.features() - feature);
-    read(p.key, p.key_batch, p.key_row, 0, p.length, m_.data());
-    read(p.value, p.value_batch, p.value_row, 0, p.length, v_.data());
+    read(p.key, 0, p.length, m_.data());
+    read(p.value, 0, p.length, v_.data());
     for (int64_t i = 0; i < p.length * wide_; i += VL) {
       const Scaled e = split_exp(load(&m_[i]));
       store(&m_[i], e.m), store(&n_[i], e.n);
@@ -342,7 +329,7 @@ class Task {
         product(weights.from(t), count, right, stride_, units(p.causal ? t + count : end), stride_,
                 &sums_[(t - first) * stride_], stride_, false);
       }
-      if (p.query) read(p.query, p.query_batch, p.query_row, first, last, query_.data());
+      if (p.query.data) read(p.query, first, last, query_.data());
       use(first, last, end);
     }
   }
@@ -375,12 +362,9 @@ class Task {
     for (int64_t t = from; t < end; ++t)
       for (int64_t f = 0; f < wide_; f += VL) {
         vf e = scaled(load(&m_[t * wide_ + f]), load(&n_[t * wide_ + f]) - load(&top_[f]));
-        if (PAIRS) e = rounded_to_half(e);  // numerators and denominators have the same weights
+        if (PAIRS) e = (vf)(((vu)e + 0x8000) & 0xffff0000);  // bfloat16: both sums have the same weights
+        const vf v = load(&v_[t * wide_ + f]) - load(&center_[f]);
         store(&x_[t * stride_ + wide_ + f], e);
-      }
-    for (int64_t t = from; t < end; ++t)
-      for (int64_t f = 0; f < wide_; f += VL) {
-        const vf e = load(&x_[t * stride_ + wide_ + f]), v = load(&v_[t * wide_ + f]) - load(&center_[f]);
         store(&x_[t * stride_ + f], e == 0.0f ? vf{} : e * v);  // hidden values may be NaN
       }
     if (PAIRS) interleave_rows(x_.data(), from, end, (Pair*)pairs_.data());
@@ -454,14 +438,12 @@ class Task {
   // With p_t' = exp(K_t' + w_tt') / denominator:  dV_t' += p_t' g,    dK_t' and dw_tt' += p_t' g (V_t' - Y).
   void add_careful_gradients(int64_t t, int64_t f, int64_t place) {
     const Sums sums = all_sums(t, f);
-    const vi empty = sums.denominator == 0.0f;
-    const vf y = sums.average(), gradient = gradient_of_average(place, empty ? vf{} : y + load(&center_[f]));
-    const vf a = empty ? vf{} : gradient / sums.denominator;
+    const vf y = sums.average(), offset = sums.denominator == 0.0f ? vf{} : load(&center_[f]);
+    const vf a = sums.divided(gradient_of_average(place, y + offset));
     of_lost_.resize(of_weights_.size());
     each_key(t, f, [&](Scaled e, vf v, int64_t j) {
       const vf from_value = scaled(e.m, e.n - sums.n) * a, from_key = from_value * (v - y);
-      store(&of_v_[j * wide_ + f], load(&of_v_[j * wide_ + f]) + from_value);
-      store(&of_key_[j * wide_ + f], load(&of_key_[j * wide_ + f]) + from_key);
+      add(&of_v_[j * wide_ + f], from_value), add(&of_key_[j * wide_ + f], from_key);
       if (p.bias_gradient) of_lost_[t * row_ + j] += sum_of(from_key);
     });
   }
@@ -472,7 +454,7 @@ class Task {
   // its gradient.
   vf gradient_of_average(int64_t place, vf y) {
     const vf gradient = load(&gradient_[place]);
-    if (!p.query) return gradient;
+    if (!p.query.data) return gradient;
     const vf gate = sigmoid(load(&query_[place]));
     store(&query_[place], gradient * y * gate * (1.0f - gate));
     return gradient * gate;
@@ -506,10 +488,9 @@ class Task {
       float* of_x = &of_x_[t * stride_];
       const float* x = &x_[t * stride_];
       for (int64_t f = 0; f < wide_; f += VL) {
-        float *of_v = &of_v_[t * wide_ + f], *of_key = &of_key_[t * wide_ + f];
         const vf e = load(x + wide_ + f), of_product = load(of_x + f), of_e = e * load(of_x + wide_ + f);
-        store(of_v, load(of_v) + (e == 0.0f ? vf{} : e * of_product));
-        store(of_key, load(of_key) + (e == 0.0f ? vf{} : load(x + f) * of_product + of_e));
+        add(&of_v_[t * wide_ + f], e == 0.0f ? vf{} : e * of_product);
+        add(&of_key_[t * wide_ + f], e == 0.0f ? vf{} : load(x + f) * of_product + of_e);
       }
       std::fill(of_x, of_x + stride_, 0.0f);
     }
@@ -528,27 +509,25 @@ class Task {
 
 // Computes all tasks, for as many heads at once as the cache holds W of.
 template <class S, class U>
-void run(const TableProblem& p, bool backward) {
+void run(const TableProblem& p) {
   if (p.numbers() == 0) return;
   const int64_t row = whole(p.length), of_row = (p.features() + MOST_FEATURES - 1) / MOST_FEATURES;
-  const int64_t of_head = p.batch * of_row;
-  const int64_t numbers = p.numbers() * 8;
+  const int64_t of_head = p.batch * of_row, numbers = p.numbers() * 8;
   const int64_t threads = num_threads(numbers), in_cache = CACHE / (p.length * row);
   const int64_t at_once = std::min(p.heads, std::max(in_cache / threads, int64_t(1)) * threads);
-  WeightsOfHeads<U> weights(p, at_once, backward);
+  WeightsOfHeads<U> weights(p, at_once);
   for (int64_t first = 0; first < p.heads; first += at_once) {
     const int64_t heads = std::min(at_once, p.heads - first), tasks = heads * of_head;
     const int64_t parts = std::min(tasks, threads);
     weights.compute(first, heads);
     std::vector<std::vector<float>> of_biases(heads * parts);  // added in a fixed order
     parallel_for(parts, numbers, [&](int64_t begin, int64_t end) {
-      const FlushSubnormals flush;
-      Task<S, U> task(p, backward);
+      Task<S, U> task(p);
       for (int64_t part = begin; part < end; ++part)
         for (int64_t i = tasks * part / parts, last = tasks * (part + 1) / parts; i < last; ++i) {
           const int64_t head = i / of_head, batch = i % of_head / of_row, feature = i % of_row * MOST_FEATURES;
-          backward ? task.backward(weights[head], first + head, batch, feature)
-                   : task.forward(weights[head], first + head, batch, feature);
+          p.is_backward() ? task.backward(weights[head], first + head, batch, feature)
+                          : task.forward(weights[head], first + head, batch, feature);
           if (p.bias_gradient && (i + 1 == last || (i + 1) % of_head == 0))
             of_biases[head * parts + part] = task.take_gradient_of_biases(weights[head]);
         }
@@ -563,20 +542,13 @@ void run(const TableProblem& p, bool backward) {
   }
 }
 
-template <class S, bool backward>
+template <class S>
 void table(const TableProblem& p) {
-  const bool pairs = p.is_bf16 && p.length >= FEWEST_KEYS && has_pairs();
-  pairs ? run<S, Pair>(p, backward) : run<S, float>(p, backward);
+  p.is_bf16 && p.length >= FEWEST_KEYS && has_pairs() ? run<S, Pair>(p) : run<S, float>(p);
 }
-
-template <class S>
-void table_forward(const TableProblem& p) { table<S, false>(p); }
-
-template <class S>
-void table_backward(const TableProblem& p) { table<S, true>(p); }
 
 }  // namespace
 }  // namespace aft
 
-AFT_KERNEL(table, TableProblem, table_forward)
-AFT_KERNEL(table_backward, TableProblem, table_backward)
+AFT_KERNEL(table, TableProblem, table)
+AFT_KERNEL(table_backward, TableProblem, table)

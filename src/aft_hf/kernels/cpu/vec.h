@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -40,7 +41,6 @@ typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 // max, min: b where a or b is NaN.
 // rounded: the nearest integer.
 // scaled: x 2^n for integers n <= 127; 0 where 2^n is less than the smallest normal number.
-// add_neighbours: the sums of neighbouring lanes, those of x, then those of y.
 #if defined(__AVX512F__)
 
 static inline vu widen(const void* p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
@@ -52,10 +52,6 @@ static inline vf rounded(vf x) {
 }
 static inline vf scaled(vf x, vf n) { return (vf)_mm512_scalef_ps((__m512)x, (__m512)n); }
 static inline bool any(vi condition) { return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0; }
-static inline vf add_neighbours(vf x, vf y) {
-  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
 
 #elif defined(__AVX2__)
 
@@ -69,15 +65,7 @@ static inline vf min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b
 static inline vf rounded(vf x) {
   return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-static inline vf scaled(vf x, vf n) {
-  n = min(max(n, vf{} - 127.0f), vf{} + 127.0f);
-  return x * (vf)(((vi)_mm256_cvtps_epi32((__m256)n) + 127) << 23);
-}
 static inline bool any(vi condition) { return _mm256_movemask_ps((__m256)condition) != 0; }
-static inline vf add_neighbours(vf x, vf y) {
-  return __builtin_shufflevector(x, y, 0, 2, 4, 6, 8, 10, 12, 14) +
-         __builtin_shufflevector(x, y, 1, 3, 5, 7, 9, 11, 13, 15);
-}
 
 #elif defined(__ARM_NEON)
 
@@ -86,17 +74,17 @@ static inline void narrow(void* p, vu x) { vst1_u16((uint16_t*)p, vmovn_u32((uin
 static inline vf max(vf a, vf b) { return a > b ? a : b; }
 static inline vf min(vf a, vf b) { return a < b ? a : b; }
 static inline vf rounded(vf x) { return (vf)vrndnq_f32((float32x4_t)x); }
+static inline bool any(vi condition) { return vmaxvq_u32((uint32x4_t)condition) != 0; }
+
+#else
+#error "no vector primitives for this instruction set"
+#endif
+
+#if !defined(__AVX512F__)
 static inline vf scaled(vf x, vf n) {
   n = min(max(n, vf{} - 127.0f), vf{} + 127.0f);
   return x * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
-static inline bool any(vi condition) { return vmaxvq_u32((uint32x4_t)condition) != 0; }
-static inline vf add_neighbours(vf x, vf y) {
-  return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
-}
-
-#else
-#error "no vector primitives for this instruction set"
 #endif
 
 // ------------------------------------------------------------------------------------------------- loads and stores
@@ -122,60 +110,58 @@ static inline void store(bf16* p, vf x) {
 
 // The first `count` entries; the others are 0 when loaded, and not stored.
 template <class S>
-static inline vf load(const S* p, int count) {
-  if (count == VL) return load(p);
+static inline vf load_part(const S* p, int count) {
   S padded[VL] = {};
   for (int i = 0; i < count; ++i) padded[i] = p[i];
   return load(padded);
 }
 
 template <class S>
-static inline void store(S* p, vf x, int count) {
-  if (count == VL) return store(p, x);
+static inline void store_part(S* p, vf x, int count) {
   S padded[VL];
   store(padded, x);
   for (int i = 0; i < count; ++i) p[i] = padded[i];
 }
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-static inline vf load(const float* p, int count) {
-  return count == VL ? load(p) : (vf)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p);
+static inline __mmask16 first_lanes(int count) { return __mmask16((1u << count) - 1); }
+static inline vf load_part(const float* p, int count) { return (vf)_mm512_maskz_loadu_ps(first_lanes(count), p); }
+static inline vf load_part(const bf16* p, int count) {
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), p)), 16);
 }
-static inline vf load(const bf16* p, int count) {
-  if (count == VL) return load(p);
-  const __m256i x = _mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p);
-  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
-}
-static inline void store(float* p, vf x, int count) {
-  if (count == VL) return store(p, x);
-  _mm512_mask_storeu_ps(p, __mmask16((1u << count) - 1), (__m512)x);
-}
-static inline void store(bf16* p, vf x, int count) {
-  if (count == VL) return store(p, x);
+static inline void store_part(float* p, vf x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)x); }
+static inline void store_part(bf16* p, vf x, int count) {
   bf16 all[VL];
   store(all, x);
-  _mm256_mask_storeu_epi16(p, __mmask16((1u << count) - 1), _mm256_loadu_si256((const __m256i*)all));
+  _mm256_mask_storeu_epi16(p, first_lanes(count), _mm256_loadu_si256((const __m256i*)all));
 }
 #elif defined(__AVX2__)
 static inline __m256i first_lanes(int count) { return (__m256i)(vi{0, 1, 2, 3, 4, 5, 6, 7} < vi{} + count); }
-static inline vf load(const float* p, int count) {
-  return count == VL ? load(p) : (vf)_mm256_maskload_ps(p, first_lanes(count));
-}
-static inline void store(float* p, vf x, int count) {
-  if (count == VL) return store(p, x);
-  _mm256_maskstore_ps(p, first_lanes(count), (__m256)x);
-}
+static inline vf load_part(const float* p, int count) { return (vf)_mm256_maskload_ps(p, first_lanes(count)); }
+static inline void store_part(float* p, vf x, int count) { _mm256_maskstore_ps(p, first_lanes(count), (__m256)x); }
 #endif
 
+template <class S>
+static inline vf load(const S* p, int count) { return count == VL ? load(p) : load_part(p, count); }
+
+template <class S>
+static inline void store(S* p, vf x, int count) { count == VL ? store(p, x) : store_part(p, x, count); }
+
+static inline void add(float* p, vf x) { store(p, load(p) + x); }
+
 static inline float to_float(float x) { return x; }
-static inline float to_float(bf16 x) {
-  uint32_t u = (uint32_t)x.bits << 16;
-  float y;
-  memcpy(&y, &u, sizeof y);
-  return y;
-}
+static inline float to_float(bf16 x) { return __builtin_bit_cast(float, (uint32_t)x.bits << 16); }
+
+static inline int part(int64_t count) { return int(count < VL ? count : VL); }  // in the next vector
 
 // ------------------------------------------------------------------------------------------------------------- sums
+
+// The sums of neighbouring lanes, those of x, then those of y.
+template <int... LANES>
+static inline vf add_neighbours(vf x, vf y, std::integer_sequence<int, LANES...>) {
+  return __builtin_shufflevector(x, y, 2 * LANES...) + __builtin_shufflevector(x, y, (2 * LANES + 1)...);
+}
+static inline vf add_neighbours(vf x, vf y) { return add_neighbours(x, y, std::make_integer_sequence<int, VL>()); }
 
 // Lane i of the result is lane lanes[i] of x.
 static inline vf permuted(vf x, vi lanes) {
@@ -276,29 +262,5 @@ static inline bool has_pairs() { return false; }
 static inline vf pairs_of(vf first, vf) { return first; }
 static inline vf add_pairs(vf, vf, vf sum) { return sum; }
 #endif
-
-// x rounded to bfloat16.
-static inline vf rounded_to_half(vf x) { return (vf)(((vu)x + 0x8000) & 0xffff0000); }
-
-// Products with subnormal numbers take many times longer, so they count as 0 as long as an object of this class lives.
-class FlushSubnormals {
- public:
-#if defined(__x86_64__)
-  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-#elif defined(__aarch64__)
-  FlushSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
-  }
-  ~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#endif
-};
 
 }  // namespace aft
