@@ -188,15 +188,15 @@ class AFTLayerState(CacheLayerMixin):
             bias = torch.cat([past_bias, own_bias.masked_fill(later, -torch.inf)], -1)
             keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
             return unfold(block_sums(fold(keys), fold(values), bias, masked=True).average, batch)
-        # The sums over the tokens before the window are one more token, whose w decays with the slopes.
-        average, logsumexp = self.sums()
-        steps = torch.arange(1, length + 1, device=key.device, dtype=key.dtype)
-        slopes = steps.new_zeros(len(average)) if biases.slopes is None else biases.slopes.to(key.dtype).repeat(batch)
-        far_bias = -(slopes[:, None] * steps).unsqueeze(-1)  # (B h, T, 1)
-        keys, values = torch.cat([logsumexp, fold(self.keys)], 1), torch.cat([average, fold(self.values)], 1)
         sums = triangle_sums(fold(key), fold(value), own_bias)
-        sums = sums.merge(block_sums(keys, values, torch.cat([far_bias, past_bias], -1)))
-        return unfold(sums.average, batch)
+        if kept:
+            sums = sums.merge(block_sums(fold(self.keys), fold(self.values), past_bias))
+        far = self.sums()
+        if biases.slopes is not None:
+            steps = torch.arange(1, length + 1, device=key.device, dtype=key.dtype)
+            slopes = biases.slopes.to(key.dtype).repeat(batch)
+            far = far.shifted(-(slopes[:, None] * steps)[..., None, None])
+        return unfold(sums.merge(far).average, batch)
 
     def update(
         self,

@@ -42,8 +42,9 @@ class AFTMixer(nn.Module):
         query_activation: name of the activation of the query in `transformers.activations.ACT2FN`.
         use_output_projection: whether to project the result.
         global_connectivity: whether positions outside the window are visible, with w = 0.
-        position_bias_init_std: standard deviation of new learned biases, or of their factors, with the multiplier.
-        position_bias_multiplier: constant m by which learned biases are multiplied, 1 in the paper.
+        position_bias_init_std: standard deviation of new learned biases, or of factors, including the multiplier.
+        position_bias_multiplier: constant m by which learned biases are multiplied (factors by sqrt(m) each), 1 in the
+            paper. Both have no effect where nothing is learned.
         implementation: the form that computes Eq. 2: "auto", "reference" or "portable", as in `AFTConfig`.
     """
 
@@ -51,7 +52,7 @@ class AFTMixer(nn.Module):
     max_positions: int | None = None
     # The number of most recent keys and values that the generation cache keeps; None for all.
     state_window: int | None = 0
-    spatial_dims = 1
+    spatial_dims = 1  # 2 on a grid
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class AFTMixer(nn.Module):
             state.check_batch_size(batch)
 
     def extra_repr(self) -> str:
-        names = ("window", "max_positions", "spatial_dims", "num_heads", "causal", "implementation")
+        names = ("max_positions", "num_heads", "causal", "implementation")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name, None) is not None)
 
 
@@ -334,8 +335,9 @@ class AFTFull(AFTMixer):
     def reset_position_bias(self) -> None:
         # w of a new layer has the same distribution for every multiplier.
         std = self.position_bias_init_std / self.position_bias_multiplier ** (0.5 if self.factorized else 1.0)
-        for parameter in self.parameters(recurse=False):
-            init.normal_(parameter, mean=0.0, std=std)
+        for parameter in self._learned():
+            if parameter is not None:
+                init.normal_(parameter, mean=0.0, std=std)
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Dense(*self._learned(), self.position_bias_multiplier)
@@ -373,6 +375,9 @@ class AFTLocal(AFTFull):
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
+
+    def extra_repr(self) -> str:
+        return f"window_size={self.window}, {super().extra_repr()}"
 
 
 class AFTConv(AFTMixer):
@@ -481,6 +486,9 @@ class AFTConv(AFTMixer):
         if length is not None and rows * columns != length:
             raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: pass a matching grid_size")
         return rows * columns, grid_size
+
+    def extra_repr(self) -> str:
+        return f"kernel_size={self.window}, spatial_dims={self.spatial_dims}, {super().extra_repr()}"
 
 
 __all__ = ["AFTAlibi", "AFTConv", "AFTFull", "AFTLocal", "AFTMixer", "AFTSimple"]

@@ -480,7 +480,7 @@ def real_tokens_first(mask: torch.Tensor) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Move tokens from their new places order[b, t] back to x[b, t]."""
+    """Return x[b, order[b, t]] at (b, t): tokens that `without_padding` moved, in their first order."""
     return x.gather(1, order.unsqueeze(-1).expand_as(x))
 
 

@@ -275,8 +275,9 @@ class AFTPreTrainedModel(PreTrainedModel):
         if isinstance(module, AFTMixer):
             module.reset_position_bias()
         elif isinstance(module, AFTImageEmbeddings):
-            for parameter in module.parameters(recurse=False):
-                init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
+            for parameter in (module.cls_token, module.position_embeddings):
+                if parameter is not None:
+                    init.trunc_normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
 
 class AFTModel(AFTPreTrainedModel):
@@ -646,7 +647,7 @@ class _TextClassifier(AFTPreTrainedModel):
     def __init__(self, config: AFTConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        # The AutoModel of the generic heads knows no other config classes, and builds it in `config.dtype` by itself.
+        # The AutoModel of the generic heads does not know a config class loaded as remote code.
         self.aft = AFTModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=self.score_bias)
         self.post_init()
@@ -679,7 +680,7 @@ class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
 
     def __init__(self, config: AFTConfig):
         super().__init__(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)  # has no parameters for `post_init`
 
 
 class AFTBackbone(BackboneMixin, AFTModel):

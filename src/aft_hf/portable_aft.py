@@ -12,6 +12,7 @@ causal model causal in floating point.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -480,6 +481,8 @@ def causal_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) 
     if isinstance(biases, (NoBias, LinearDecay)):
         decay = 0.0 if biases.slopes is None else biases.slopes.to(key.dtype).view(-1, 1, 1, 1)
         return prefix_sums(Averages(value, key.clamp_min(EMPTY)), decay).average
+    if biases.reach is not None and biases.hides_outside:
+        return _window_sums(key, value, biases.between, biases.reach).average
     if biases.reach is not None:
         return chunked_mixing(key, value, biases, causal=True)
     if not torch.compiler.is_exporting() or not isinstance(biases, Dense):
@@ -499,7 +502,11 @@ def bidirectional_mixing(key: torch.Tensor, value: torch.Tensor, biases: Positio
     if isinstance(biases, GridKernel) and not biases.hides_outside and _convolves(biases, length):
         return convolution_mixing(key, value, biases)
     if isinstance(biases, (Window, LagKernel)) and (biases.hides_outside or not is_short(biases.reach, length)):
-        return chunked_mixing(key, value, biases, causal=False)
+        mixing = window_mixing if biases.hides_outside else partial(chunked_mixing, causal=False)
+        if torch.is_grad_enabled() and _are_eager(key, value):
+            # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
+            return checkpoint(mixing, key, value, biases, use_reentrant=False, preserve_rng_state=False)
+        return mixing(key, value, biases)
     return block_sums(key, value, biases.dense(length), masked=biases.hides_outside).average
 
 
@@ -534,53 +541,75 @@ def _unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
 
 
 def chunked_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias, *, causal: bool) -> torch.Tensor:
-    """Eq. 2 with a window: a chunk of queries sees itself and the positions beside it with their biases, and, unless
-    hidden, all others as sums.
+    """Eq. 2 with a window: a chunk of queries sees itself and the chunks beside it with their biases, all others as
+    sums.
     """
-    length, reach, hides_outside = key.shape[1], cast(int, biases.reach), biases.hides_outside
-    size = power_of_two_from(max(reach, CHUNK_SIZE))
-    if causal and hides_outside:  # a query sees all of its chunk up to itself
-        size = max(power_of_two_from(reach + 1) // 2, 1)
-    elif not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
+    length, size = key.shape[1], power_of_two_from(max(cast(int, biases.reach), CHUNK_SIZE))
+    if not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
         size = min(size, power_of_two_from(length))
     chunks = count_chunks(length, size)
     padding = chunks * size - length
     queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
-
-    def table(before: int, count: int) -> torch.Tensor:
-        """w from each chunk to `count` positions, the first one `before` its start: (h, n or 1, C, count)."""
-        keys = queries[:, :1] + torch.arange(-before, count - before, device=key.device)
-        return biases.between(queries, keys).movedim(-3, 0)
-
-    def beside(before: int, count: int) -> list[torch.Tensor]:
-        """Keys and values of these positions: (h, n, count, B, c)."""
-        given = pad_positions(key, value, padding - size + count - before, before)
-        if count == size:
-            return [x.unflatten(1, (-1, size)) for x in given]
-        return [x.unfold(1, count, size).movedim(-1, 2) for x in given]
-
-    own = beside(0, size)
-    if causal and hides_outside:
-        sums = triangle_sums(*own, table(0, size))
-        if chunks > 1 and reach > 0:  # the first ones of the positions before are visible to the first queries only
-            keys, values = (x.flip(-3) for x in beside(reach, size))
-            sums = sums.merge(triangle_sums(keys, values, table(reach, size).flip(-2, -1)).flipped())
-            if reach > size:
-                sums = sums.merge(block_sums(*beside(reach - size, reach - size), table(reach - size, reach - size)))
-    elif causal:
-        bias = table(size, 2 * size)
+    beside = torch.arange(-size, size if causal else 2 * size, device=key.device)
+    bias = biases.between(queries, queries[:, :1] + beside).movedim(-3, 0)  # (h, n or 1, C, 2 C or 3 C)
+    own = [x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding)]  # (h, n, C, B, c)
+    if causal:
         sums = triangle_sums(*own, bias[..., size:])
+        if chunks > 1:
+            before = [x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding - size, size)]
+            sums = sums.merge(block_sums(*before, bias[..., :size]))
     else:
-        sums = block_sums(*beside(size, 3 * size), table(size, 3 * size), masked=hides_outside)
-    if chunks > 1 and not hides_outside:
-        if causal:
-            sums = sums.merge(block_sums(*beside(size, size), bias[..., :size]))
+        chunks_beside = (x.unfold(1, 3 * size, size) for x in pad_positions(key, value, padding + size, size))
+        sums = block_sums(*(x.movedim(-1, 2) for x in chunks_beside), bias)
+    if chunks > 1:
         totals = block_sums(*own).map(lambda x: x.squeeze(2))
         sums = sums.merge(delayed(prefix_sums(totals), 2, -2).map(lambda x: x.unsqueeze(2)))
         if not causal:
             after = delayed(prefix_sums(totals.flipped()), 2, -2).flipped()
             sums = sums.merge(after.map(lambda x: x.unsqueeze(2)))
     return _unpadded(sums.average, padding)
+
+
+def window_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias) -> torch.Tensor:
+    """Bidirectional Eq. 2 in a window alone: the causal one, and that of the reversed sequence without the query."""
+    last, reach = key.shape[1] - 1, cast(int, biases.reach)
+    sums = _window_sums(key, value, biases.between, reach)
+    if reach > 0:
+        key_after, value_after = pad_positions(key.flip(1)[:, :-1], value.flip(1)[:, :-1], 0, before=1)
+        after = _window_sums(
+            key_after, value_after, lambda queries, keys: biases.between(last - queries, last + 1 - keys), reach - 1
+        )
+        sums = sums.merge(after.flipped())
+    return sums.average
+
+
+def _window_sums(key: torch.Tensor, value: torch.Tensor, between: Callable[..., torch.Tensor], reach: int) -> Averages:
+    """Averages over each position and the `reach` positions before it, for w `between` queries and keys.
+
+    Each query sees its own, short chunk from its start on. Of the `reach` positions before the chunk, the first ones
+    are visible to its first queries only, the others to all its queries.
+    """
+    size = (1 << (reach + 1).bit_length()) // 2  # the largest power of two that is not above reach + 1
+    chunks = count_chunks(key.shape[1], size)
+    padding = chunks * size - key.shape[1]
+    queries = torch.arange(chunks * size, device=key.device).view(-1, size)  # (n, C)
+
+    def earlier(steps: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values and w of `count` positions, which start `steps` positions before each chunk."""
+        index = torch.arange(count, device=key.device) + queries[:, :1]  # (n, count)
+        keys, values = pad_positions(key, value, padding + count, before=steps)
+        bias = between(queries, index - steps).movedim(-3, 0)  # (h, n, C, count)
+        return keys[:, index], values[:, index], bias.masked_fill(bias == -math.inf, 0.0)  # hidden pairs are not read
+
+    sums = triangle_sums(*earlier(0, size))
+    if reach > 0:
+        keys, values, bias = earlier(reach, size)
+        own = (torch.arange(size, device=key.device) >= reach).view(-1, 1, 1)  # already counted
+        keys, values = keys.masked_fill(own, -math.inf), values.masked_fill(own, 0.0)
+        sums = sums.merge(triangle_sums(keys.flip(-3), values.flip(-3), bias.flip(-2, -1)).flipped())
+    if reach > size:
+        sums = sums.merge(block_sums(*earlier(reach - size, reach - size)))
+    return sums.map(lambda x: _unpadded(x, padding))
 
 
 def convolution_mixing(key: torch.Tensor, value: torch.Tensor, biases: GridKernel) -> torch.Tensor:

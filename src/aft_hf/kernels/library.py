@@ -52,8 +52,8 @@ def load_from(path: Path) -> ctypes.CDLL | None:
         return None
     for kernel in (getattr(library, f"aft_{name}") for name in NAMES):
         kernel.argtypes, kernel.restype = [ctypes.c_char_p], ctypes.c_int
-    # The system finds the functions in the library of PyTorch on which this module depends. They are part of PyTorch's
-    # stable interface since 2.10.
+    # torch._C is linked with libtorch_cpu, so a function is also searched there. Both are part of PyTorch's stable
+    # interface since 2.10.
     of_torch = ctypes.CDLL(torch._C.__file__)
     if hasattr(of_torch, "torch_parallel_for"):
         functions = (of_torch.torch_parallel_for, of_torch.torch_get_num_threads)

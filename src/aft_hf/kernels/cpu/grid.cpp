@@ -346,6 +346,7 @@ class Task {
 
 template <class S>
 void run(const GridProblem& p) {
+  if (p.numbers() == 0) return;
   const int64_t numbers = p.batch * p.length * p.width * p.taps(), threads = num_threads(numbers);
   const int64_t keys = std::clamp<int64_t>(p.batch * p.key_width / threads, 1, VL);  // of a group
   std::vector<Group> groups;

@@ -45,7 +45,7 @@ constexpr int TILE_Q = 6, TILE_V = 4;
 #endif
 
 // Products multiply units: floats, or pairs of bfloat16 numbers, which are two terms of a sum.
-struct Pair {
+struct __attribute__((may_alias)) Pair {  // of rows of bfloat16 numbers
   bf16 first, second;
 };
 

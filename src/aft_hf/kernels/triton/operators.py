@@ -73,7 +73,7 @@ def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):
 def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
     if value.dtype not in DTYPES or value.numel() == 0:
         return portable("table", query, key, value, bias, causal)
-    w = bias.contiguous()
+    w = _checked_table(bias, value)
     if causal:
         return launch.forward(Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE), keep=False)[0]
     return bidirectional_launch.forward(query, key, value, w, len(w), keep=False)[0]
@@ -84,7 +84,7 @@ def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
     query, key, value, bias, causal = problem
     if value.numel() == 0:
         return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
-    w = bias.contiguous()
+    w = _checked_table(bias, value)
     if causal:
         inputs, geometry = Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE)
         _, kept, _ = launch.forward(inputs, geometry, keep=True)
@@ -152,3 +152,10 @@ def _tensors(*gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return detached gradients, with an empty tensor in place of None."""
     device = next(x.device for x in gradients if x is not None)
     return tuple(torch.empty(0, device=device) if x is None else x.detach() for x in gradients)
+
+
+def _checked_table(bias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the contiguous w of a table; kernels take its size from the values."""
+    if bias.shape[1:] != (value.shape[1], value.shape[1]):
+        raise ValueError(f"w {tuple(bias.shape)} does not match the values {tuple(value.shape)}")
+    return bias.contiguous()
