@@ -552,17 +552,19 @@ def chunked_mixing(key: torch.Tensor, value: torch.Tensor, biases: PositionBias,
     queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
     beside = torch.arange(-size, size if causal else 2 * size, device=key.device)
     bias = biases.between(queries, queries[:, :1] + beside).movedim(-3, 0)  # (h, n or 1, C, 2 C or 3 C)
-    own = [x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding)]  # (h, n, C, B, c)
+    # (h, n, C, B, c)
+    own_key, own_value = (x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding))
     if causal:
-        sums = triangle_sums(*own, bias[..., size:])
+        sums = triangle_sums(own_key, own_value, bias[..., size:])
         if chunks > 1:
-            before = [x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding - size, size)]
-            sums = sums.merge(block_sums(*before, bias[..., :size]))
+            keys, values = (x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding - size, size))
+            sums = sums.merge(block_sums(keys, values, bias[..., :size]))
     else:
-        chunks_beside = (x.unfold(1, 3 * size, size) for x in pad_positions(key, value, padding + size, size))
-        sums = block_sums(*(x.movedim(-1, 2) for x in chunks_beside), bias)
+        padded = pad_positions(key, value, padding + size, size)
+        keys, values = (x.unfold(1, 3 * size, size).movedim(-1, 2) for x in padded)
+        sums = block_sums(keys, values, bias)
     if chunks > 1:
-        totals = block_sums(*own).map(lambda x: x.squeeze(2))
+        totals = block_sums(own_key, own_value).map(lambda x: x.squeeze(2))
         sums = sums.merge(delayed(prefix_sums(totals), 2, -2).map(lambda x: x.unsqueeze(2)))
         if not causal:
             after = delayed(prefix_sums(totals.flipped()), 2, -2).flipped()
