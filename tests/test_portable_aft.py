@@ -8,7 +8,7 @@ import torch
 import aft_hf.portable_aft as portable
 from aft_hf import AFTConv, AFTLocal
 from aft_hf.mixing_aft import Mixing, mix
-from aft_hf.position_biases_aft import GridKernel
+from aft_hf.position_biases_aft import Dense, GridKernel
 
 
 WIDTH, GRID = 6, (9, 8)
@@ -94,3 +94,11 @@ def test_chunks_of_any_length_equal_the_reference(causal, connected, length, mon
     options = {"causal": causal, "global_connectivity": connected, "position_bias_dim": 3, "use_query": False}
     mixer = AFTLocal(WIDTH, 40, 3, implementation="portable", position_bias_init_std=1.0, **options)
     assert_equal_to_the_reference(mixer, torch.randn(2, length, WIDTH))
+
+
+def test_large_gradients_of_a_query_that_sees_no_key_are_dropped():
+    key, value, w = (torch.randn(size, requires_grad=True) for size in ((2, 40, 4), (2, 40, 4), (1, 40, 40)))
+    mask = torch.ones(2, 40, 40, dtype=torch.bool)
+    mask[0, 3] = False
+    context = mix(Mixing(key, value, 1, Dense(w), pair_mask=mask), "portable")
+    assert all(x.isfinite().all() for x in torch.autograd.grad(1e3 * context.sum(), (key, value, w)))

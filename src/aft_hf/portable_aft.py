@@ -147,7 +147,8 @@ class Averages(NamedTuple):
     @classmethod
     def of(cls, numerator: torch.Tensor, denominator: torch.Tensor, maximum: torch.Tensor | float) -> "Averages":
         """Return the averages for the sums of exp(K + w) V and exp(K + w), both divided by exp(maximum)."""
-        denominator = denominator.clamp_min(torch.finfo(denominator.dtype).tiny)
+        # Not clamped to the smallest number: gradients of queries that see no key would overflow.
+        denominator = nn.functional.threshold(denominator, torch.finfo(denominator.dtype).tiny, 1.0)
         return cls(numerator / denominator, maximum + denominator.log())
 
     def shifted(self, exponent: torch.Tensor | float) -> "Averages":
@@ -207,11 +208,9 @@ def block_sums(
     sums = flush_gradient(table @ flush_gradient(features.flatten(-2))).unflatten(-1, features.shape[-2:])
     numerator, denominator = sums.tensor_split((value.shape[-1],), -1)
     if readable and (masked or float(relative.detach().amin()) < LOST):
-        lost = denominator.detach() < math.exp(LOST)
-        if lost.any():
-            some = (key.detach() > -math.inf).any(-1).to(key.dtype)  # a query that sees no key has lost nothing
-            if (lost & ((bias.detach() > -math.inf).to(key.dtype) @ some > 0).unsqueeze(-1)).any():
-                return _averages_by_logits(*given, bias)
+        lost = (denominator.detach() < math.exp(LOST)) & (maximum > EMPTY)
+        if (lost & (largest > EMPTY).unsqueeze(-1)).any():
+            return _averages_by_logits(*given, bias)
     averages = Averages.of(numerator, denominator, maximum + largest.unsqueeze(-1))
     return averages if unknown is None else _with_unknown(averages, unknown, bias)
 
