@@ -123,10 +123,8 @@ class AFTLayerState(CacheLayerMixin):
             bias = biases.by_lag(1, self._position(biases))
             bias = None if bias is None else bias.squeeze(1).unsqueeze(-1)
             return gated(problem, join_heads(self.step(key, value, bias, biases.slopes)))
-        order = counts = None
-        if problem.padding_mask is not None:
-            counts = problem.padding_mask.sum(-1)
-            problem, order = without_padding(problem, moved=True)
+        counts = None if problem.padding_mask is None else problem.padding_mask.sum(-1)
+        problem, order = without_padding(problem, moved=True)
         if by_operator:
             context = self._mix_by_operator(problem, counts)
         else:
@@ -320,6 +318,12 @@ class AFTLayerState(CacheLayerMixin):
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name, tensor in self._tensors().items():
             setattr(self, name, function(tensor))
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda x: x.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -403,7 +403,7 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     if implementation == "reference":
         return reference_mixing(problem)
     prepared, order = problem, None
-    if problem.padding_mask is not None and not problem.is_pairwise:
+    if not problem.is_pairwise:
         prepared, order = without_padding(problem, moved=problem.biases.ordered)
     documents = problem.documents
     from_start = documents is None or documents.offsets is None
@@ -451,7 +451,7 @@ def _mix_documents(problem: Mixing, documents: Documents, implementation: str) -
 
 
 def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
-    """Remove the padding mask from a problem: hide padding by keys of -inf and values of 0, whatever they were.
+    """Remove the padding mask, if there is one: hide padding by keys of -inf and values of 0, whatever they were.
 
     If `moved`, also move padding behind the real tokens of its row, in keys, values, queries and documents, and return
     the new place of each token, (B, T).

@@ -121,7 +121,7 @@ TABLES: dict[str, Callable[..., Any]] = {"causal": _causal_w, "grid": _grid_w, "
 
 
 def portable(name: str, query: Any, key: torch.Tensor, *others: Any) -> torch.Tensor:
-    """Compute an operator by differentiable operations, for other dtypes and for gradients of gradients."""
+    """Compute an operator, given its arguments, by differentiable operations: for other dtypes and double backward."""
     if name == "band":
         start, length, window = others
         return Window(query, key, size=window).by_lag(length, start)
