@@ -1202,4 +1202,7 @@ def test_documents_of_a_traced_program_are_those_of_an_eager_one(structure, back
 @structures(TYPICAL)
 def test_a_batch_without_rows_is_a_batch_without_rows(structure, backend):
     mixer = build(structure, backend)
-    assert mixer(torch.randn(0, 9, WIDTH, device=backend.device)).shape == (0, 9, WIDTH)
+    output = mixer(torch.randn(0, 9, WIDTH, device=backend.device))
+    assert output.shape == (0, 9, WIDTH)
+    output.sum().backward()
+    assert all(not x.grad.any() for x in mixer.parameters() if x.grad is not None)

@@ -344,7 +344,7 @@ def _triangle_gradients(*given: torch.Tensor) -> list[torch.Tensor] | None:
     of_bias = torch.zeros_like(bias)
     diagonal = of_bias.diagonal(dim1=-2, dim2=-1)
     diagonal.copy_(of_key.sum((-2, -1)).sum_to_size(diagonal.shape))
-    readable, half = can_read_values(key), 1
+    readable, half = can_read_values(key) and key.numel() > 0, 1
     while half < key.shape[-3]:
         keys, values, of_keys, of_values = (_halves(x, half)[0] for x in (key, value, of_key, of_value))
         queries, others, sums = (_halves(x, half)[1] for x in (of_average, rest, logsumexp))
