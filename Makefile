@@ -86,7 +86,7 @@ clients: $(CLIENTS)/.installed  ## Test AFT in TRL, lm-evaluation-harness, peft,
 
 conformance: install  ## Run the common model tests of transformers on every type: docs/conformance.md
 	$(RUN) tests/conformance/fetch.py
-	$(RUN) -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
+	$(PYTEST) -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py $(ARGS)
 
 soak: install  ## Run the tests that take hours: training runs killed 20 times at random moments, thousands of examples of each property
 	KILL_SEED=$$($(RUN) -c "import random; print(random.randrange(10**6))") \

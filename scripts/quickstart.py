@@ -94,6 +94,7 @@ def image(
     started = time.perf_counter()
     set_seed(0)
     train, test = _digits()
+    train = train[:256] if short else train
     processor = ViTImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
     for split, pairs in (("train", train), ("test", test)):
         _save_images(pairs, out / "digits" / f"{split}.parquet")

@@ -1,19 +1,12 @@
 """Test of the quickstart with a source of the user; `make quickstart` and CI run it without a source."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from transformers import DeiTConfig, DeiTForImageClassification
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
-
-
 @pytest.mark.slow
-def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path):
+def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path, run_command):
     config = DeiTConfig(
         hidden_size=24,
         num_hidden_layers=1,
@@ -26,21 +19,20 @@ def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path):
     # As in real DeiTs: the image is resized to more than the input size, then cropped.
     crop = {"size": {"height": 72, "width": 72}, "crop_size": {"height": 64, "width": 64}}
     DeiTImageProcessorPil(**crop).save_pretrained(tmp_path / "deit")
-    command = [sys.executable, SCRIPT, "image", "--short", "--source", tmp_path / "deit", "--out", tmp_path / "out"]
     for _ in range(2):  # the second run replaces what the first one wrote
-        done = subprocess.run(command, capture_output=True, text=True)
+        options = "--short", "--source", tmp_path / "deit", "--out", tmp_path / "out"
+        done = run_command("quickstart.py", "image", *options)
         assert done.returncode == 0, done.stderr[-2000:]
     assert "64 px" in done.stdout and "80 px" in done.stdout and "as before" in " ".join(done.stdout.split())
     assert (tmp_path / "out" / "position_biases.png").stat().st_size > 0
 
 
 @pytest.mark.slow
-def test_nothing_but_the_checkpoints_of_an_earlier_run_is_deleted(tmp_path):
+def test_nothing_but_the_checkpoints_of_an_earlier_run_is_deleted(tmp_path, run_command):
     (tmp_path / "checkpoints" / "step-500").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-500" / "notes.txt").write_text("mine")
     (tmp_path / "checkpoints" / "step-000000001").mkdir()
-    command = [sys.executable, SCRIPT, "pixels", "--short", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("quickstart.py", "pixels", "--short", "--out", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step-500", "step-000000020"}
