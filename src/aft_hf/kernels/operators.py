@@ -117,7 +117,7 @@ def _table_w(value: torch.Tensor, bias: torch.Tensor, causal: bool) -> tuple[tor
 
 # w of all pairs, (B or 1, h, T, T'), by the arguments of an operator from the value on, and which pairs are visible,
 # (B or 1, 1, T, T'); None hides nothing.
-TABLES: dict[str, Callable[..., Any]] = {"causal": _causal_w, "grid": _grid_w, "table": _table_w}
+ALL_PAIRS: dict[str, Callable[..., Any]] = {"causal": _causal_w, "grid": _grid_w, "table": _table_w}
 
 
 def portable(name: str, query: Any, key: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -125,7 +125,7 @@ def portable(name: str, query: Any, key: torch.Tensor, *others: Any) -> torch.Te
     if name == "band":
         start, length, window = others
         return Window(query, key, size=window).by_lag(length, start)
-    value, (w, visible) = others[0], TABLES[name](*others)
+    value, (w, visible) = others[0], ALL_PAIRS[name](*others)
     key, by_head = (widen(split_heads(x, w.shape[1])) for x in (key, value))
     context = join_heads(pairwise_mixing(key, by_head, w.to(key.dtype), visible))
     if query is not None:
