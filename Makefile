@@ -10,8 +10,8 @@ KERNELS_INSTALLED := $(VENV)/.installed-kernels
 CLIENTS := .venv-clients
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-# No target needs the Hub, except a quickstart with a --source on the Hub.
-export HF_HUB_OFFLINE ?= $(if $(findstring --source,$(ARGS)),0,1)
+# No target needs the Hub, except for a model on the Hub: a --source of a quickstart, a --model of the demo.
+export HF_HUB_OFFLINE ?= $(if $(or $(findstring --source,$(ARGS)),$(findstring --model,$(ARGS))),0,1)
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: install quickstart quickstart-text quickstart-pixels demo docs test test-all coverage kernels gpu clients

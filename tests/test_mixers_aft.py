@@ -17,8 +17,10 @@ from test_backend_contract_aft import STRUCTURES, TYPICAL, TYPICAL_SEQUENCES, WI
 from torch.nn.functional import linear
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf.caching_aft import AFTLayerState
+from aft_hf.mixers_aft import AFTMixer
 from aft_hf.mixing_aft import Documents, Mixing, reference_mixing
-from aft_hf.position_biases_aft import NoBias
+from aft_hf.position_biases_aft import NoBias, PositionBias
 
 
 build = partial(contract.build, backend=contract.NAMED[0])
@@ -79,6 +81,33 @@ def test_a_mixer_is_eq_2_with_its_own_position_bias_in_values_and_gradients(stru
     assert output.dtype == torch.float32
     at_most(output, expected)
     assert_gradients_near(output, expected, mixer, x)
+
+
+class Waves(PositionBias):
+    """A structure of w that states nothing but w."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def between(self, queries, keys):
+        return self.scale.view(-1, 1, 1) * torch.cos(queries[..., :, None] - keys[..., None, :]).unsqueeze(-3)
+
+
+class AFTWaves(AFTMixer):
+    def biases(self, like, grid_size=None):
+        return Waves(torch.tensor([1.0, -2.0], dtype=like.dtype))
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_a_position_bias_of_a_user_needs_only_w_also_in_pieces(causal):
+    mixer, x = AFTWaves(WIDTH, num_heads=2, causal=causal), torch.randn(2, 70, WIDTH, requires_grad=True)
+    output, expected = mixer(x), eq_2(mixer, position_bias(mixer, 70), x)
+    at_most(output, expected)
+    assert_gradients_near(output, expected, mixer, x)
+    if causal:
+        state = AFTLayerState(mixer.state_window)
+        with torch.no_grad():
+            at_most(torch.cat([mixer(part, state=state) for part in x.split([40, 1, 29], 1)], 1), expected)
 
 
 @structures(TYPICAL)

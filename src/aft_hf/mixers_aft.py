@@ -51,7 +51,7 @@ class AFTMixer(nn.Module):
     # The length of the longest sequence that learned tables cover; None without learned tables.
     max_positions: int | None = None
     # The number of most recent keys and values that the generation cache keeps; None for all.
-    state_window: int | None = 0
+    state_window: int | None = None
     spatial_dims = 1  # 2 on a grid
 
     def __init__(
@@ -277,6 +277,8 @@ def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> tor
 class AFTSimple(AFTMixer):
     """AFT-simple (Eq. 5): w = 0, linear time. It has the arguments of `AFTMixer`."""
 
+    state_window = 0
+
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return NoBias(self.num_heads, like.device, working_dtype(like))
 
@@ -292,6 +294,7 @@ class AFTAlibi(AFTMixer):
         if not causal:
             raise ValueError("AFTAlibi must be causal: its biases decay with distance into the past; got causal=False")
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, **options)
+        self.state_window = 0
 
     def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         heads = self.num_heads
@@ -310,7 +313,6 @@ class AFTFull(AFTMixer):
     """
 
     max_positions: int
-    state_window: int | None = None
 
     def __init__(
         self,

@@ -330,7 +330,7 @@ class AFTModel(AFTPreTrainedModel):
 
         Returns:
             `BaseModelOutputWithPast` for text, `BaseModelOutputWithPooling` for images. With `output_attentions=True`,
-            `attentions` contains for each layer the implicit attention of Eq. 3, (B, hidden_size, T, T), where T
+            `attentions` contains for each layer the implicit attention of Eq. 3, (B, hidden_size, T, T'), where T'
             counts cached keys, too. The weights include the gate, so a row sums to `act(query)`.
 
         Raises:

@@ -40,7 +40,7 @@ class PositionBias:
 
     relative = True
     ordered = True
-    reach: int | None = 0
+    reach: int | None = None
     slopes: torch.Tensor | None = None
     hides_outside = False
 
@@ -89,6 +89,7 @@ class NoBias(PositionBias):
     """w = 0 (Eq. 5)."""
 
     ordered = False
+    reach = 0
 
     num_heads: int
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # not mutable
@@ -103,6 +104,7 @@ class NoBias(PositionBias):
 class LinearDecay(PositionBias):
     """w = -slope * (t - t') with one slope per head (ALiBi; Press et al., 2022, arXiv 2108.12409)."""
 
+    reach = 0
     slopes: torch.Tensor  # (h,)
 
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -122,7 +124,6 @@ class Dense(PositionBias):
     multiplier: float = 1.0  # m
 
     relative = False
-    reach = None
 
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         queries, keys = (x.clamp(0, self.query.shape[1] - 1) for x in (queries, keys))
@@ -219,7 +220,6 @@ class GridKernel(PositionBias):
     hides_outside: bool = False
 
     ordered = False
-    reach = None
 
     def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         rows, columns = self.grid_size

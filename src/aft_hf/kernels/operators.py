@@ -1,15 +1,15 @@
 """The operators of AFT: what a compiled kernel may provide, as custom operators of PyTorch on plain tensors.
 
 An operator is registered for the devices that have a kernel for it; `aft_hf` uses it there, and its portable form
-elsewhere. Operators have fake implementations, so `torch.compile` and `torch.export` see one node each, and gradients.
-The name of the namespace has a version, since the code that comes with a checkpoint finds the operators of an
-installed package by their names.
+elsewhere. Operators have fake implementations, so `torch.compile` sees one node each, and all but `causal_state` have
+gradients. The name of the namespace has a version, since the code that comes with a checkpoint finds the operators of
+an installed package by their names.
 
-All operators compute, element-wise in the features,
+All operators but `band` compute, element-wise in the features,
 
     Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt')  (Eq. 2), times sigmoid(Q_t) if there is a query,
 
-and 0 where a query sees no key. All take
+and 0 where a query sees no key. They all take
 
     query:         (B, T, d), or None for the averages alone.
     key:           (B, T, d), or (B, T, h) for one key for all features of a head; -inf hides a token.
