@@ -274,6 +274,8 @@ _CLAIMS = (
             _beats("lambda layers", "conv", "lambda", paper=(0.808, 0.800)),
             _control("lambda layers, faster biases", "conv-fast", "lambda"),
         ),
+        "The Linear Transformer and the Performer know positions by learned embeddings alone, like the Transformer of "
+        "claim 1.",
     ),
     Claim(
         19,
