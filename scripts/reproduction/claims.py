@@ -274,8 +274,7 @@ _CLAIMS = (
             _beats("lambda layers", "conv", "lambda", paper=(0.808, 0.800)),
             _control("lambda layers, faster biases", "conv-fast", "lambda"),
         ),
-        "The Linear Transformer and the Performer know positions by learned embeddings alone, like the Transformer of "
-        "claim 1.",
+        "The first two know positions by learned embeddings alone, as the Transformer of claim 1.",
     ),
     Claim(
         19,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 TEXT = f"""# The paper's claims at small scale
 
 Each claim is tested by training small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels
-and images). They end far from convergence and are a fraction of the paper's size: compare the order of two numbers,
-not their values. Text is in bits per character or dimension (lower is better), images in accuracy.
+and images). They end far from convergence: compare the order of two numbers, not their values. Text is in bits per
+character or dimension (lower is better), images in accuracy.
 
 **Rule, fixed before the runs.** Arms are compared seed by seed. The effect is our number minus the other, with the
 95 % interval of Student's t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). A comparison *holds*
@@ -35,8 +35,8 @@ both arms share (standard error of a score: {{errors}}).
 
 **Runs.** Each arm gets the learning rate, of three, with the lowest training loss in short runs with another seed, and
 a cosine schedule that ends. A † marks earlier runs: three seeds, a quarter of the steps at four times the batch (for
-pixels twice), one learning rate for all, and data recorded by name alone. Runs of this rule replace them as they
-finish. {{count}}
+pixels twice), one learning rate for all, and data recorded by name alone. Runs of this rule replace them.
+{{count}}
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -50,7 +50,7 @@ and begins no run after its hours; `--plan` lists what is left. The second write
 
 ## Claims
 
-Numbers are those of the comparison that decides; all comparisons are below.
+Numbers are those of the deciding comparison; all are below.
 
 | claim | paper | ours | effect (95 %) | verdict | controls |
 |---|---:|---:|---:|---|---|
