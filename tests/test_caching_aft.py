@@ -334,6 +334,11 @@ def test_tokens_out_of_range_and_empty_texts_are_named(model):
             call(torch.zeros(1, 0, dtype=torch.long))
 
 
+@torch.no_grad()
+def test_a_batch_without_rows_has_a_state_without_rows(model):
+    assert in_pieces(model, tokens(0, 9), [4, 1, 4])[0].shape[:2] == (0, 9)
+
+
 @pytest.mark.parametrize("name", ("local", "conv", "all portable"))
 @torch.no_grad()
 def test_a_window_of_one_has_its_own_position_bias_in_every_step(name):

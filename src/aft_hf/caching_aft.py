@@ -104,8 +104,8 @@ class AFTLayerState(CacheLayerMixin):
         """Eq. 2 over the tokens before the window, with the batch folded into the heads."""
         return Averages.of(*(fold(x) for x in (self.numerator, self.denominator, self.maximum)))
 
-    def _store_sums(self, sums: Averages, batch: int) -> None:
-        average, logsumexp = (unfold(x, batch) for x in sums)
+    def _store_sums(self, sums: Averages) -> None:
+        average, logsumexp = (unfold(x, self.keys.shape[1]) for x in sums)
         self.store(numerator=average, denominator=torch.ones_like(logsumexp), maximum=logsumexp)
 
     def mix(self, problem: Mixing, implementation: str = "auto") -> torch.Tensor:
@@ -185,7 +185,7 @@ class AFTLayerState(CacheLayerMixin):
             later = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
             bias = torch.cat([past_bias, own_bias.masked_fill(later, -torch.inf)], -1)
             keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
-            return unfold(block_sums(fold(keys), fold(values), bias, masked=True).average, batch)
+            return unfold(block_sums(fold(keys), fold(values), bias, masked=True).average, key.shape[1])
         sums = triangle_sums(fold(key), fold(value), own_bias)
         if kept:
             sums = sums.merge(block_sums(fold(self.keys), fold(self.values), past_bias))
@@ -194,7 +194,7 @@ class AFTLayerState(CacheLayerMixin):
             steps = torch.arange(1, length + 1, device=key.device, dtype=key.dtype)
             slopes = biases.slopes.to(key.dtype).repeat(batch)
             far = far.shifted(-(slopes[:, None] * steps)[..., None, None])
-        return unfold(sums.merge(far).average, batch)
+        return unfold(sums.merge(far).average, key.shape[1])
 
     def update(
         self,
@@ -240,7 +240,7 @@ class AFTLayerState(CacheLayerMixin):
             self.store(keys=kept_keys.masked_fill(index < 0, -torch.inf), values=kept_values)
         if leaving_keys.shape[2] > 0:
             past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values)))
-        self._store_sums(past, key_states.shape[0])
+        self._store_sums(past)
         self.count(length, counts)
         return self.keys, self.values
 
@@ -271,9 +271,9 @@ class AFTLayerState(CacheLayerMixin):
         average = past.merge(block_sums(fold(keys), fold(values), row)).average
         past = past.merge(block_sums(fold(keys[:, :, :1]), fold(values[:, :, :1])))
         self.store(keys=keys[:, :, 1:], values=values[:, :, 1:])
-        self._store_sums(past, batch)
+        self._store_sums(past)
         self.count(1, None)
-        return unfold(average, batch)
+        return unfold(average, key.shape[1])
 
     def tokens_after(self, length: int, limit: int) -> int:
         """Number of tokens of the longest row after `length` more, to be compared with a `limit` of positions."""

@@ -97,9 +97,9 @@ def fold(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).unsqueeze(2)
 
 
-def unfold(x: torch.Tensor, batch_size: int) -> torch.Tensor:
+def unfold(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B h, T, 1, c) -> (B, h, T, c), the inverse of `fold`."""
-    return x.squeeze(2).unflatten(0, (batch_size, -1))
+    return x.squeeze(2).unflatten(0, (-1, num_heads))
 
 
 def power_of_two_from(number: int) -> int:
@@ -468,7 +468,7 @@ def pairwise_mixing(
     if len(bias) == 1:
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         return block_sums(key, value, bias.squeeze(0), masked=True).average.permute(2, 0, 1, 3)
-    return unfold(block_sums(fold(key), fold(value), bias.flatten(0, 1), masked=True).average, len(key))
+    return unfold(block_sums(fold(key), fold(value), bias.flatten(0, 1), masked=True).average, key.shape[1])
 
 
 # In the functions below, keys are (h, T, B, k), and values and results are (h, T, B, c).
