@@ -274,7 +274,7 @@ _CLAIMS = (
             _beats("lambda layers", "conv", "lambda", paper=(0.808, 0.800)),
             _control("lambda layers, faster biases", "conv-fast", "lambda"),
         ),
-        "The first two know positions by learned embeddings alone, as the Transformer of claim 1.",
+        "The first two have learned position embeddings only, like the Transformer of claim 1.",
     ),
     Claim(
         19,

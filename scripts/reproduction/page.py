@@ -50,7 +50,7 @@ and begins no run after its hours; `--plan` lists what is left. The second write
 
 ## Claims
 
-Numbers are those of the deciding comparison; all are below.
+Numbers are those of the deciding comparison; all comparisons are below.
 
 | claim | paper | ours | effect (95 %) | verdict | controls |
 |---|---:|---:|---:|---|---|
