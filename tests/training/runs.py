@@ -1,5 +1,6 @@
 """Tiny training runs, in this process and in others, which can then be killed."""
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -249,6 +250,7 @@ def assert_same_run(results: dict, expected: dict) -> None:
 
 
 def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:
+    faulthandler.enable()  # a crash prints the stacks of all threads
     os.environ.update(environment)
     torch.set_num_threads(1)
     # Forked data workers are children of this process and end when it is killed. Workers of a fork server would not.

@@ -32,11 +32,10 @@ OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe
 
 
 def library_path(variant: str, directory: Path = SOURCES) -> Path:
-    """Return the path of the library of a variant. Its name has a digest of the sources from which it is compiled."""
-    digest = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*.[ch]*")):
-        digest.update(path.read_bytes())
-    return directory / f"libaft_{variant}_{digest.hexdigest()[:12]}.so"
+    """Return the path of the library of a variant. Its name has a digest of the sources, and of the options here."""
+    sources = (Path(__file__), *sorted(SOURCES.glob("*.[ch]*")))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return directory / f"libaft_{variant}_{digest[:12]}.so"
 
 
 def compiler() -> str | None:
@@ -48,13 +47,13 @@ def build(directory: Path = SOURCES) -> list[str]:
     """Compile the kernels for each instruction set of this architecture, and print the errors of those that fail.
 
     Args:
-        directory: where the libraries are written.
+        directory: where the libraries are written, except those that are already there.
 
     Returns:
-        The variants that were compiled.
+        The variants that are compiled.
 
     Raises:
-        RuntimeError: none was compiled: there is no compiler, it fails, or there are no kernels for this architecture.
+        RuntimeError: none is compiled: there is no compiler, it fails, or there are no kernels for this architecture.
     """
     variants = VARIANTS.get(platform.machine(), {})
     found = compiler()
@@ -65,6 +64,8 @@ def build(directory: Path = SOURCES) -> list[str]:
 
     def compile_variant(variant: str) -> bool:
         path = library_path(variant, directory)
+        if path.is_file():
+            return True
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         command = [found, *OPTIONS, *variants[variant], *sources, "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True)
