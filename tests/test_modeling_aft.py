@@ -317,18 +317,6 @@ def test_aft_conv_takes_images_of_any_size_in_patches(size):
     assert model(pixel_values).logits.equal(made_for_it(pixel_values).logits)
 
 
-def test_patches_are_rows_then_columns_of_pixels():
-    """Changing the second patch of the first row changes the second embedded token."""
-    config = tiny_config("image", "conv")
-    embeddings = build(config).aft.embeddings
-    pixel_values = torch.randn(1, 3, 8, 12)
-    other = pixel_values.clone()
-    other[:, :, :4, 4:8] += 1
-    (tokens, grid), (other_tokens, _) = embeddings(pixel_values), embeddings(other)
-    assert grid == (2, 3)
-    assert (tokens != other_tokens).any(-1).flatten().tolist() == [False, True, False, False, False, False]
-
-
 @pytest.mark.parametrize("aft_type", ("full", "local", "simple"))
 def test_images_with_a_class_token_are_classified_by_it_or_by_the_mean_of_the_patches(aft_type):
     for pooling in ("cls", "mean"):

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
+import test_backend_contract_aft as contract
 import torch
 
 from aft_hf.kernels import operators
@@ -253,10 +254,6 @@ def one_key(place: Any, size: float):
     return change
 
 
-def ramp(first: float, last: float):
-    return lambda p: p._replace(key=p.key + torch.linspace(first, last, p.key.shape[1])[:, None])
-
-
 def scaled(keys: float, biases: float):
     """Multiply the keys, and spread w over a range of `biases`."""
     return lambda p: p._replace(
@@ -264,17 +261,8 @@ def scaled(keys: float, biases: float):
     )
 
 
-HOSTILE = {
-    "keys x 30": lambda p: p._replace(key=30 * p.key),
-    "keys x 90": lambda p: p._replace(key=90 * p.key),
-    "keys up to 1e4": lambda p: p._replace(key=1e4 * (2 * torch.rand_like(p.key) - 1)),
-    "all keys 1e4": lambda p: p._replace(key=torch.full_like(p.key, 1e4)),
-    "all keys -1e4": lambda p: p._replace(key=torch.full_like(p.key, -1e4)),
-    "a rising ramp": ramp(0.0, 3000.0),
-    "a falling ramp": ramp(3000.0, 0.0),
-    "one huge key, early": one_key(1, 1e4),
-    "one huge key, late": one_key(-3, 1e4),
-    "one tiny key": one_key(4, -1e4),
+HOSTILE = {name: lambda p, keys=keys: p._replace(key=keys(*p.key.shape)) for name, keys in contract.KEYS.items()}
+HOSTILE |= {
     "biases of 300": scaled(1.0, 300.0),
     "biases of 300 and keys x 90": scaled(90.0, 300.0),
     "biases of 300 against keys of 200": lambda p: one_key(20, 200.0)(scaled(1.0, 300.0)(p)),
@@ -522,14 +510,15 @@ OF_STATES = [(kind, alone) for kind in KINDS for alone in (False, True) if kind 
 @pytest.mark.parametrize("heads", (1, 3, 24))
 def test_a_prompt_may_be_given_in_pieces(kind, hides_outside, heads, variant):
     for pieces in PIECES:
-        for scale in (1.0, 90.0):
+        for scale, dtype in ((1.0, FP32), (90.0, FP32), (1.0, BF16)):
             problem = causal(kind, 2, sum(pieces), 24, heads, 6, hides_outside=hides_outside)
-            problem = problem._replace(key=scale * problem.key)
+            problem = to(problem._replace(key=scale * problem.key), dtype)
             expected, state, start = operator(problem), empty_state(problem, heads), 0
             for count in pieces:
                 part = piece(problem, start, start + count, per_row=start % 2 == 1)
                 found = OPS.causal_state(*part, *state)
-                torch.testing.assert_close(found, expected[:, start : start + count], rtol=2e-4, atol=2e-5)
+                rounding = 2e-4 if dtype == FP32 else torch.finfo(dtype).eps
+                torch.testing.assert_close(found, expected[:, start : start + count], rtol=rounding, atol=2e-5)
                 start += count
 
 
@@ -548,13 +537,6 @@ def test_padding_after_the_tokens_of_a_row_is_not_added_to_its_state(kind, varia
         torch.testing.assert_close(found[row, :count], expected[0])
         torch.testing.assert_close([x[row] for x in state], [x[0] for x in alone])
         assert found[row, count:].eq(0).all()
-
-
-def test_a_state_may_be_in_bfloat16_problems_too(variant):
-    problem = to(causal("rows", 2, 40, 24, 3, 6), BF16)
-    expected, state = operator(problem), empty_state(problem, 3)
-    found = [OPS.causal_state(*piece(problem, a, b), *state) for a, b in ((0, 30), (30, 31), (31, 40))]
-    torch.testing.assert_close(torch.cat(found, 1), expected)
 
 
 # ----------------------------------------------------------------------------------------- operators are ordinary ones
