@@ -1,10 +1,15 @@
-"""Tiny models with all files that the commands read, for tests that damage these files."""
+"""Tiny models with all files that the commands read, and ways to change files and to see whether they have changed."""
 
 import json
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
-from transformers import ViTConfig, ViTForImageClassification
+from safetensors.torch import load_file, save_file
+from tiny_models import vit_model
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
@@ -25,9 +30,8 @@ def save_models(root: Path) -> None:
     image = AFTConfig(modality="image", aft_type="conv", image_size=8, patch_size=4, kernel_size=3, **SIZES, **LABELS)
     AFTForImageClassification(image).save_pretrained(root / "image")
     processor.save_pretrained(root / "image")
-    vit = ViTConfig(image_size=8, patch_size=4, num_attention_heads=2, **SIZES, **LABELS)
-    ViTForImageClassification(vit).save_pretrained(root / "vit")
-    ViTForImageClassification(vit).save_pretrained(root / "shards", max_shard_size="1KB")
+    vit_model(8, **LABELS).save_pretrained(root / "vit")
+    vit_model(8, **LABELS).save_pretrained(root / "shards", max_shard_size="1KB")
     for name in ("vit", "shards"):
         processor.save_pretrained(root / name)
     save_converted(root / "vit", root / "converted", kernel_size=3, num_heads=2)
@@ -57,3 +61,35 @@ def save_models(root: Path) -> None:
         "smoke": {"steps": 1},
     }
     (root / "recipe.yaml").write_text(json.dumps(recipe))
+
+
+def changed(**values: Any) -> Callable[[Path], None]:
+    """Return a function that gives keys of a JSON file other values, and removes those whose value is None."""
+
+    def change(path: Path) -> None:
+        content = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return change
+
+
+def edited(change: Callable[[dict], Any], **metadata: str) -> Callable[[Path], None]:
+    """Return a function that applies `change` to the tensors of a safetensors file."""
+
+    def change_file(path: Path) -> None:
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"} | metadata)
+
+    return change_file
+
+
+def listing(directory: Path) -> dict[str, tuple]:
+    """Return mode, inode, time and content of each path in a directory; the content of a link is its target."""
+    found = {}
+    for path in directory.rglob("*"):
+        status = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
+        content = os.readlink(path) if path.is_symlink() else content
+        found[path.relative_to(directory).as_posix()] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+    return found

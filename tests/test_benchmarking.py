@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification, ViTModel
+from tiny_models import image_model, language_model, vit_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, benchmarking
+from aft_hf import benchmarking
 from aft_hf.benchmarking import LONG_CALL, peak_bytes, seconds_in_turns
 
 
@@ -28,17 +29,14 @@ def spend(monkeypatch):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A directory with small models: "vit", "vit-headless", "aft", "gpt2" and "text"."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("models")
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 32}
-    vit = ViTConfig(num_attention_heads=2, intermediate_size=32, **size)
+    folder, vit = tmp_path_factory.mktemp("models"), vit_model(32)
     text = GPT2Config(vocab_size=256, n_layer=1, n_embd=16, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
     models = {
-        "vit": ViTForImageClassification(vit),
-        "vit-headless": ViTModel(vit),
-        "aft": AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", kernel_size=3, **size)),
+        "vit": vit,
+        "vit-headless": vit.base_model,
+        "aft": image_model(),
         "gpt2": GPT2LMHeadModel(text),
-        "text": AFTForCausalLM(AFTConfig(hidden_size=16, num_hidden_layers=1, max_position_embeddings=64)),
+        "text": language_model(max_position_embeddings=64),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
-from transformers import ViTConfig, ViTForImageClassification
+from tiny_models import vit_model
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, cli
@@ -24,8 +24,7 @@ def aft_hf(run_command):
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "vit"
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}
-    ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(path)
+    vit_model(32, patch_size=8).save_pretrained(path)
     return path
 
 

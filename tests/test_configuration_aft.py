@@ -1,11 +1,11 @@
 """AFTConfig: defaults, derived fields, and every validator. tests/properties draws valid configs, and saves them."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from saved_models import changed
 
 from aft_hf import AFTConfig
 from aft_hf.configuration_aft import MOST_LABELS
@@ -157,8 +157,7 @@ def test_names_of_other_libraries_are_refused_also_when_a_config_is_loaded(other
     AFTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"'{other}'; did you mean .*{meant}"):
         AFTConfig.from_pretrained(tmp_path, **{other: 4})
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {other: 4}))
+    changed(**{other: 4})(tmp_path / "config.json")
     with pytest.raises(ValueError, match=f"'{other}'; did you mean .*{meant}"):
         AFTConfig.from_pretrained(tmp_path)
 

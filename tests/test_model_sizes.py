@@ -1,20 +1,13 @@
 """Loading untrusted models: the config cannot describe a much larger model than the weights beside it."""
 
-import json
 import os
 import shutil
 
 import pytest
 import torch
-from tiny_models import image_model, language_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from saved_models import changed
+from tiny_models import image_model, language_model, vit_model
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, GPT2Config, GPT2LMHeadModel
 
 from aft_hf import loading
 from aft_hf.loading import UnreadableError, load, load_trained
@@ -22,20 +15,12 @@ from aft_hf.publishing import PublishError
 from aft_hf.publishing.checks import check_model
 
 
-VIT = {
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "image_size": 16,
-    "patch_size": 8,
-}
 GPT2 = GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=9, n_positions=9)
 MODELS = {
     "aft": (AutoModelForCausalLM, language_model(hidden_size=8, num_heads=2)),
     "aft image": (AutoModelForImageClassification, image_model(hidden_size=8, num_heads=2)),
     "gpt2": (AutoModelForCausalLM, GPT2LMHeadModel(GPT2)),
-    "vit": (AutoModelForImageClassification, ViTForImageClassification(ViTConfig(**VIT))),
+    "vit": (AutoModelForImageClassification, vit_model(patch_size=8)),
 }
 
 
@@ -47,11 +32,10 @@ def saved(tmp_path_factory):
     return root
 
 
-def changed(source, directory, fields):
+def copied(source, directory, fields):
     """Copy a saved model, with other values of fields of its config."""
-    config = json.loads((source / "config.json").read_text())
     shutil.copytree(source, directory, dirs_exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config | fields))
+    changed(**fields)(directory / "config.json")
     return directory
 
 
@@ -77,7 +61,7 @@ TOO_LARGE = [
 
 @pytest.mark.parametrize(("name", "fields"), TOO_LARGE, ids=[f"{name} {fields}" for name, fields in TOO_LARGE])
 def test_a_config_of_a_much_larger_model_than_its_weights_is_refused_while_it_is_built(saved, tmp_path, name, fields):
-    directory = changed(saved / name, tmp_path, fields)
+    directory = copied(saved / name, tmp_path, fields)
     with pytest.raises(UnreadableError, match=r"config\.json: describes a model of over .* have only .* bytes"):
         load_trained(MODELS[name][0], str(directory))
     if name.startswith("aft"):
@@ -98,13 +82,13 @@ def test_a_model_of_the_size_of_its_weights_is_loaded_and_a_hundred_times_that_i
     for free, fields in (("FREE_TENSORS", {width: 512}), ("FREE_ELEMENTS", {layers: 400})):
         with monkeypatch.context() as patch:
             patch.setattr(loading, free, 10**12)  # only the other bound counts
-            directory = changed(saved / name, tmp_path, fields)
+            directory = copied(saved / name, tmp_path, fields)
             with pytest.raises(UnreadableError, match="describes a model of over"):
                 load(MODELS[name][0], str(directory))
 
 
 def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_path):
-    changed(saved / "gpt2", tmp_path, {"n_layer": 200})
+    copied(saved / "gpt2", tmp_path, {"n_layer": 200})
     with pytest.raises(UnreadableError, match="describes a model of over"):
         load(AutoModelForCausalLM, tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").touch()
@@ -116,4 +100,4 @@ def test_the_count_ends_with_the_load(saved, monkeypatch):
     monkeypatch.setattr(loading, "FREE_TENSORS", 0)
     load(MODELS["vit"][0], saved / "vit")
     with torch.device("meta"):
-        assert len(ViTForImageClassification(ViTConfig(**VIT | {"num_hidden_layers": 200})).vit.layers) == 200
+        assert len(vit_model(num_hidden_layers=200).vit.layers) == 200

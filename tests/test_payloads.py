@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from saved_models import save_models
+from saved_models import changed, save_models
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
@@ -27,19 +26,10 @@ from aft_hf.cli import app
 from aft_hf.loading import load
 from aft_hf.publishing import publish
 from aft_hf.reading import UnreadableError
+from tests.training.runs import Payload, saved_payload
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
-
-
-class Payload:
-    """An object that leaves a trace when it is unpickled."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +102,9 @@ def run(command, folder, trace):
     assert not trace.exists()
 
 
-def saved(trace, **options) -> bytes:
-    file = io.BytesIO()
-    torch.save({"model": {"weight": Payload(trace)}}, file, **options)
-    return file.getvalue()
-
-
 def test_payloads_run_where_they_are_asked_to(trace):
-    for content in (pickle.dumps(Payload(trace)), saved(trace), saved(trace, _use_new_zipfile_serialization=False)):
+    old = saved_payload(trace, _use_new_zipfile_serialization=False)
+    for content in (pickle.dumps(Payload(trace)), saved_payload(trace), old):
         torch.load(io.BytesIO(content), weights_only=False) if content[:2] == b"PK" else pickle.loads(content)
         if content[:2] != b"PK" and not trace.exists():
             torch.load(io.BytesIO(content), weights_only=False)
@@ -130,7 +115,8 @@ def test_payloads_run_where_they_are_asked_to(trace):
 def test_no_file_that_is_a_pickle_runs(planted, trace, command, name):
     for file in [path.name for path in planted(name).iterdir() if path.suffix != ".py"]:
         folder = planted(name)
-        for content in (pickle.dumps(Payload(trace)), saved(trace)) if "model" in file else [saved(trace)]:
+        contents = (saved_payload(trace), pickle.dumps(Payload(trace)))
+        for content in contents if "model" in file else contents[:1]:
             (folder / file).write_bytes(content)
             run(command, folder, trace)
 
@@ -139,7 +125,7 @@ def test_no_file_that_is_a_pickle_runs(planted, trace, command, name):
 def test_no_pickle_beside_the_files_of_a_model_runs(planted, trace, command, name):
     folder = planted(name)
     for file in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "vocab.pkl", "adapter_model.bin"):
-        (folder / file).write_bytes(saved(trace))
+        (folder / file).write_bytes(saved_payload(trace))
     run(command, folder, trace)
     (folder / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
@@ -180,18 +166,12 @@ def test_no_module_in_the_folder_runs(planted, trace, command, name):
         {"auto_map": auto_map, "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "evil.Evil"}}},
     ):
         for file in folder.glob("*config.json"):
-            content = json.loads(file.read_text())
-            file.write_text(json.dumps(content | changes))
+            changed(**changes)(file)
         run(command, folder, trace)
 
 
 MORE_CASES = [*CASES, ("fit", "vit"), ("distill", "vit")]
 MORE_CASES += [("draw", "vit"), ("draw", "image"), ("draw", "text"), ("finetune", "vit"), ("finetune", "image")]
-
-
-def change_config(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.fixture
@@ -214,8 +194,8 @@ def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, fetchin
     use(command, planted(name))  # the folders are whole without payloads
     for value in ("someone/kernel", "kernels-community/flash-attn2", "flash_attention_2"):
         folder = planted(name)
-        change_config(folder, attn_implementation=value, _attn_implementation=value, use_kernels=True)
-        change_config(folder, experts_implementation="deepgemm", _experts_implementation="sonicmoe")
+        changes = {"experts_implementation": "deepgemm", "_experts_implementation": "sonicmoe", "use_kernels": True}
+        changed(attn_implementation=value, _attn_implementation=value, **changes)(folder / "config.json")
         run(command, folder, trace)
 
 
@@ -226,7 +206,8 @@ def test_no_nested_config_names_a_kernel(tmp_path, trace, fetching, place):
     CLIPModel(CLIPConfig(**parts, projection_dim=8)).save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     named = {part: content[part] | {place: "someone/kernel"} for part in parts}
-    change_config(tmp_path, **named, **{place: {"": "someone/kernel", "text_config": "someone/kernel"}})
+    named[place] = {"": "someone/kernel", "text_config": "someone/kernel"}
+    changed(**named)(tmp_path / "config.json")
     config = load(AutoConfig, tmp_path)
     assert {each._attn_implementation for each in (config, config.vision_config, config.text_config)} == {None}
     load(AutoModel, tmp_path)
@@ -249,7 +230,7 @@ CODE = {
 @pytest.mark.parametrize("auto_class", [AutoConfig, AutoModel, AutoTokenizer, AFTConfig, AFTForCausalLM])
 def test_a_config_that_makes_a_library_run_code_is_refused_by_the_key(planted, case, auto_class):
     folder = planted("text")
-    change_config(folder, **CODE[case])
+    changed(**CODE[case])(folder / "config.json")
     with pytest.raises(UnreadableError, match=r"config\.json: .* can load code or files") as refused:
         load(auto_class, folder)
     assert str(refused.value).count("\n") == 0

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
 
@@ -28,3 +29,10 @@ def image_model(aft_type: str = "conv", head: type = AFTForImageClassification, 
     torch.manual_seed(0)
     sizes = {"image_size": 32, "patch_size": 4, "window_size": 3, "kernel_size": 5, **SIZES}
     return with_biases(head(AFTConfig(modality="image", aft_type=aft_type, **(sizes | options))))
+
+
+def vit_model(image_size: int = 16, **options) -> ViTForImageClassification:
+    """A new ViT of transformers, in patches of 4 x 4."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTForImageClassification(ViTConfig(image_size=image_size, **({"patch_size": 4} | sizes | options)))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,14 +27,8 @@ from aft_hf.cli import app
 
 
 SMALL = {"hidden_size": 8, "num_heads": 2}
-
-
-def image_model(aft_type="conv"):
-    return tiny_models.image_model(aft_type, image_size=(8, 12), patch_size=2, num_labels=3, kernel_size=3, **SMALL)
-
-
-def text_model(aft_type="local"):
-    return tiny_models.language_model(aft_type, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
+image_model = partial(tiny_models.image_model, image_size=(8, 12), patch_size=2, num_labels=3, kernel_size=3, **SMALL)
+text_model = partial(tiny_models.language_model, max_position_embeddings=16, window_size=4, kernel_size=3, **SMALL)
 
 
 def test_keys_are_those_of_the_projection():

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from aft_hf import AFTConfig, AFTForImageClassification
+from tiny_models import image_model
 
 
 peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
@@ -56,9 +55,7 @@ IMAGE_ADAPTERS = {
 
 @pytest.mark.parametrize("options", IMAGE_ADAPTERS.values(), ids=IMAGE_ADAPTERS)
 def test_an_adapter_of_image_embeddings_gets_a_gradient_and_is_merged(options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "image_size": 16, "patch_size": 4, "num_labels": 3}
-    classifier = AFTForImageClassification(AFTConfig(modality="image", aft_type="full", position_bias_dim=4, **sizes))
+    classifier = image_model("full", image_size=16, num_labels=3)
     model = peft.get_peft_model(classifier, peft.LoraConfig(r=2, init_lora_weights=False, **options))
     pixels = torch.randn(2, 3, 16, 16)
     model(pixel_values=pixels, labels=torch.tensor([0, 2])).loss.backward()

@@ -1,6 +1,5 @@
 """Tests of input that cannot be converted: a one-line error, a non-zero exit code, and no files written."""
 
-import json
 import pickle
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,8 @@ import pytest
 import torch
 from checkpoints import MLP, OPTIONS, TIMM, save_pth, timm_tensors
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from saved_models import changed, edited
 from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
@@ -41,63 +41,47 @@ def convert(run_command):
 # ----------------------------------------------------------------------------------------- checkpoints of transformers
 
 
-def replaced(name, content):
-    """Return a function that replaces the content of a file by a text."""
-    return lambda path: (path / name).write_text(content)
-
-
-def damage_tensor(change):
-    def damage(path):
-        tensors = load_file(path / "model.safetensors")
-        change(tensors)
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def change_config(**values):
-    def damage(path):
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | values))
-
-    return damage
-
-
 def lose_a_shard(path):
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
+    path.unlink()
+    path.with_name(f"{path.name}.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
 
 
-LAYER = "vit.encoder.layer"
+LAYER, WEIGHTS = "vit.encoder.layer", "model.safetensors"
 PIXELS = torch.zeros(2, 3, 32, 32)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "damage", "message"),
     [
-        (lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
-        (damage_tensor(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "Missing key.*layers.1.mlp.fc2.weight"),
-        (damage_tensor(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
+        (WEIGHTS, Path.unlink, "no model.safetensors"),
+        (WEIGHTS, edited(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "Missing key.*layers.1.mlp.fc2.weight"),
+        (WEIGHTS, edited(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
         (
-            damage_tensor(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
+            WEIGHTS,
+            edited(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
             r"layers.0.mlp.fc2.weight: .*\[24, 41\].*\[24, 40\]",
         ),
-        (damage_tensor(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24, dtype=torch.int32)})), "int32"),
+        (WEIGHTS, edited(lambda t: t.update({"vit.layernorm.bias": torch.zeros(24).int()})), "int32"),
         (
-            damage_tensor(lambda t: t["vit.layernorm.bias"][:1].fill_(-torch.inf)),
+            WEIGHTS,
+            edited(lambda t: t["vit.layernorm.bias"][:1].fill_(-torch.inf)),
             r"bias holds NaN .*\(1 of 24 values\)",
         ),
-        (replaced("config.json", '{"name": "mine"}'), "neither a config.json of transformers"),
-        (lambda path: (path / "config.json").unlink(), "contains no config.json"),
-        (change_config(transformers_weights="other.safetensors"), "transformers_weights"),
-        (change_config(num_hidden_layers=3), "Missing key.*vit.layers.2"),
-        (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
-        (replaced("preprocessor_config.json", '{"image_processor_type": "NoProcessor"}'), "vit: cannot be loaded"),
-        (replaced("processor_config.json", '{"image_processor": {"size": 1000000000}}'), "image_processor.size"),
+        ("config.json", partial(Path.write_text, data='{"name": "mine"}'), "neither a config.json of transformers"),
+        ("config.json", Path.unlink, "contains no config.json"),
+        ("config.json", changed(transformers_weights="other.safetensors"), "transformers_weights"),
+        ("config.json", changed(num_hidden_layers=3), "Missing key.*vit.layers.2"),
+        (WEIGHTS, lose_a_shard, "model-00001-of-00002.safetensors is missing"),
+        ("preprocessor_config.json", changed(image_processor_type="NoProcessor"), "vit: cannot be loaded"),
+        (
+            "processor_config.json",
+            partial(Path.write_text, data='{"image_processor": {"size": 1000000000}}'),
+            "image_processor.size",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_refused(vit, tmp_path, damage, message):
-    damage(vit)
+def test_a_damaged_checkpoint_is_refused(vit, tmp_path, name, damage, message):
+    damage(vit / name)
     assert_refused(vit, tmp_path, message)
 
 
@@ -182,13 +166,12 @@ def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, convert, dtype):
+def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, dtype):
     tensors = {name: tensor.to(dtype) for name, tensor in timm_tensors().items()}
     tensors["blocks.0.mlp.fc1.weight"][3, 5] = torch.nan
     torch.save({"model": tensors}, tmp_path / "deit.pth")
-    code, line = convert(tmp_path / "deit.pth", tmp_path / "aft", "--source-num-heads", 3, "--kernel-size", 3)
-    assert code == 1 and "blocks.0.mlp.fc1.weight holds NaN or infinity (1 of 960 values)" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["deit.pth"]
+    message = r"blocks.0.mlp.fc1.weight holds NaN or infinity \(1 of 960 values\)"
+    assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM)
 
 
 def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tmp_path):

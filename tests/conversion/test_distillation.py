@@ -45,6 +45,11 @@ def images():
     return pictures
 
 
+@pytest.fixture
+def source(vit):
+    return read_source(vit)
+
+
 def pixels_of(source, images):
     return source.image_processor(list(images), return_tensors="pt")["pixel_values"]
 
@@ -64,8 +69,8 @@ def converted(source, **options):
 
 
 @pytest.mark.parametrize("options", ({}, {"aft_type": "full"}, {"image_size": 48}), ids=str)
-def test_a_distilled_model_computes_nearly_what_its_teacher_does(vit, images, options):
-    source, model = read_source(vit), converted(read_source(vit), **options)
+def test_a_distilled_model_computes_nearly_what_its_teacher_does(source, images, options):
+    model = converted(source, **options)
     resized = [image.resize((48, 48)) for image in images] if "image_size" in options else images
     before = None if "image_size" in options else divergence(model, source, images)
     done = distill(model, source, resized, steps=60, batch_size=8, learning_rate=6e-3, augmentation="none")
@@ -76,8 +81,7 @@ def test_a_distilled_model_computes_nearly_what_its_teacher_does(vit, images, op
 
 
 @pytest.mark.parametrize("aft_type", ("conv", "full"))
-def test_the_losses_are_those_of_the_outputs_of_both_models(vit, images, aft_type):
-    source = read_source(vit)
+def test_the_losses_are_those_of_the_outputs_of_both_models(source, images, aft_type):
     student, pixels = converted(source, aft_type=aft_type), pixels_of(source, images[:4])
     teacher = source.to_transformers()(pixel_values=pixels, output_hidden_states=True)
     states = [state[:, 0 if aft_type == "full" else 1 :] for state in teacher.hidden_states[:-1]]
@@ -102,11 +106,8 @@ def stop_at(monkeypatch, step):
     monkeypatch.setattr(StopSignal, "agreed", lambda self: 15 if next(calls) == step else 0)
 
 
-def test_checkpoints_of_another_conversion_are_refused(vit, images, tmp_path, monkeypatch):
-    source, same = (
-        read_source(vit),
-        {"steps": 2, "batch_size": 8, "checkpoints": tmp_path, "conversion": {"init": "paper"}},
-    )
+def test_checkpoints_of_another_conversion_are_refused(source, images, tmp_path, monkeypatch):
+    same = {"steps": 2, "batch_size": 8, "checkpoints": tmp_path, "conversion": {"init": "paper"}}
     stop_at(monkeypatch, 1)
     with pytest.raises(SystemExit):
         distill(converted(source), source, images, **same)
@@ -133,10 +134,9 @@ def test_the_learning_rate_rises_and_falls_to_0_and_hidden_states_count_less_and
     assert [weight_of_hidden_states(settings, x) for x in (0.0, 0.5, 1.0)] == [3.0, 0.75, 0.0]
 
 
-def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path, monkeypatch):
+def test_minutes_are_a_budget_that_interrupted_runs_share(source, images, tmp_path, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: 10.0 * next(clock))  # a step takes 10 seconds
-    source = read_source(vit)
     _, done = run(source, images, steps=None, minutes=1)
     assert done["minutes"] >= 1 and done["steps"] <= 6
     stop_at(monkeypatch, 3)
@@ -158,17 +158,17 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(vit, images, tmp_path,
         ({"augmentation": "rotate"}, "augmentation='rotate': must be 'none', 'shift'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(vit, images, options, message):
+def test_options_that_make_no_sense_are_refused(source, images, options, message):
     with pytest.raises(ValueError, match=message) as error:
-        run(read_source(vit), images, **options)
+        run(source, images, **options)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("probability", "fewest", "most"), [(0.0, 0, 0), (0.5, 20, 60), (1.0, 80, 80)])
 def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
-    vit, images, monkeypatch, probability, fewest, most
+    source, images, monkeypatch, probability, fewest, most
 ):
-    source, augmented, agreement = read_source(vit), [], []
+    augmented, agreement = [], []
     teacher = source.to_transformers()
 
     def recorded(student, pixels, states, logits):
@@ -185,10 +185,9 @@ def test_each_image_is_augmented_with_a_probability_for_teacher_and_student(
     assert fewest <= sum(augmented) <= most and any(0 < each < 8 for each in augmented) == (fewest < most)
 
 
-def test_sources_without_one_choice_of_the_same_classes_and_no_images_are_refused(vit, images, tmp_path):
+def test_sources_without_one_choice_of_the_same_classes_and_no_images_are_refused(source, images, tmp_path):
     save_backbone(tmp_path / "headless")
-    headless, source = read_source(tmp_path / "headless"), read_source(vit)
-    model = converted(source)
+    headless, model = read_source(tmp_path / "headless"), converted(source)
     with pytest.raises(ValueError, match="no classifier"):
         distill(model, headless, images, steps=1)
     with pytest.raises(ValueError, match="no images"):
@@ -204,8 +203,7 @@ def test_sources_without_one_choice_of_the_same_classes_and_no_images_are_refuse
         distill(AFTForImageClassification(config), source, images, steps=1)
 
 
-def test_a_loss_that_is_not_finite_stops_the_distillation(vit, images):
-    source = read_source(vit)
+def test_a_loss_that_is_not_finite_stops_the_distillation(source, images):
     model = converted(source)
     model.classifier.weight.data.fill_(float("inf"))
     with pytest.raises(ValueError, match="not finite after"):

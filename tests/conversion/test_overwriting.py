@@ -1,10 +1,10 @@
 """Tests of overwriting a conversion: only the unchanged files that the earlier conversion wrote are deleted."""
 
 import json
-import os
 
 import pytest
 from checkpoints import OPTIONS
+from saved_models import listing
 
 from aft_hf import AFTForImageClassification
 from aft_hf.conversion import REPORT_NAME, ConversionError, save_converted, verify_conversion
@@ -18,11 +18,7 @@ def converted(vit, tmp_path):
 
 def contents(directory):
     """Return the content of each path in a directory: bytes of a file, target of a symlink, None for a directory."""
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        kind = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()
-        found[path.relative_to(directory).as_posix()] = kind
-    return found
+    return {name: state[-1] for name, state in listing(directory).items()}
 
 
 def add_files_of_the_user(directory):

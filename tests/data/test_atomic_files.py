@@ -1,10 +1,10 @@
 """Atomic writing replaces a regular file completely or not at all, nothing else, and leaves no other file."""
 
 import os
-import stat
 from pathlib import Path
 
 import pytest
+from saved_models import listing
 
 from aft_hf.data.atomic_files import move_into, write_atomic
 
@@ -12,17 +12,6 @@ from aft_hf.data.atomic_files import move_into, write_atomic
 def write(path, content=b"one"):
     with write_atomic(path) as file:
         file.write(content)
-
-
-def state(directory):
-    """Return the kind, the target or content, and the inode of each path in a directory."""
-    found = {}
-    for path in directory.rglob("*"):
-        status = path.lstat()
-        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
-        target = os.readlink(path) if path.is_symlink() else None
-        found[path.relative_to(directory).as_posix()] = (status.st_mode, status.st_ino, content, target)
-    return found
 
 
 def test_a_file_is_there_as_a_whole_or_as_it_was(tmp_path):
@@ -39,14 +28,14 @@ def test_a_file_is_there_as_a_whole_or_as_it_was(tmp_path):
 def test_files_are_moved_into_a_directory_together_or_not_at_all(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "a").write_bytes(b"earlier")
-    before = state(tmp_path)
+    before = listing(tmp_path)
     with pytest.raises(OSError, match="b: exists and is not a regular file"), move_into(tmp_path) as aside:
         for name in ("a", "b", "c"):
             (aside / name).write_bytes(b"new")
     with pytest.raises(ZeroDivisionError), move_into(tmp_path) as aside:
         (aside / "a").write_bytes(b"half")
         1 / 0  # noqa: B018
-    assert state(tmp_path) == before
+    assert listing(tmp_path) == before
     with move_into(tmp_path) as aside:
         (aside / "a").write_bytes(b"new")
     assert (tmp_path / "a").read_bytes() == b"new" and {path.name for path in tmp_path.iterdir()} == {"a", "b"}
@@ -57,10 +46,10 @@ def test_a_link_is_neither_replaced_nor_written_through(tmp_path, target):
     (tmp_path / "precious").write_bytes(b"mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").symlink_to(target.format(tmp_path))
-    before = state(tmp_path)
+    before = listing(tmp_path)
     with pytest.raises(OSError, match=r"a\.txt.*link") as error:
         write(tmp_path / "a.txt")
-    assert state(tmp_path) == before and "\n" not in str(error.value)
+    assert listing(tmp_path) == before and "\n" not in str(error.value)
 
 
 def test_a_planted_link_at_a_temporary_name_is_not_written_through(tmp_path, monkeypatch):
@@ -76,11 +65,11 @@ def test_a_planted_link_at_a_temporary_name_is_not_written_through(tmp_path, mon
 def test_what_is_no_regular_file_is_refused_by_name(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    before = state(tmp_path)
+    before = listing(tmp_path)
     for path in (tmp_path / "folder", tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(OSError, match=f"{path}: exists and is not a regular file"):
             write(path)
-    assert state(tmp_path) == before
+    assert listing(tmp_path) == before
 
 
 def test_a_file_has_the_rights_of_any_other_and_a_name_as_long_as_the_file_system_allows(tmp_path):

@@ -40,34 +40,44 @@ static std::vector<S> numbers(int64_t count, float scale) {
 }
 
 template <class S>
-static void require_finite(const std::vector<S>& x, const char* what) {
+static void require_finite(const std::vector<S>& x, const char* what, const char* of = "") {
   for (S y : x)
     if (!std::isfinite(aft::to_float(y))) {
-      printf("%s is not finite\n", what);
+      printf("%s%s is not finite\n", what, of);
       exit(1);
     }
 }
 
-// The sizes and inputs of a problem, all contiguous, a quarter of the time without a query.
+// The sizes, inputs and results of a problem, all contiguous, a quarter of the time without a query.
 template <class S>
-static void set(aft::Problem& p, bool is_bf16, int64_t length, int64_t width, int64_t heads, std::vector<S>& query,
-                std::vector<S>& key, std::vector<S>& value, std::vector<float>& bias,
-                std::vector<S>& output) {
-  p.is_bf16 = is_bf16, p.batch = value.size() / (length * width), p.length = length;
-  p.width = width, p.heads = heads, p.key_width = p.batch ? key.size() / (p.batch * length) : width;
-  p.query = {generator() % 4 ? query.data() : nullptr, length * width, width};
-  p.key = {key.data(), length * p.key_width, p.key_width}, p.value = {value.data(), length * width, width};
-  p.bias = bias.data(), p.output = output.data();
-}
+struct Tensors {
+  std::vector<S> query, key, value, output, gradient, dquery, dkey, dvalue;
+  std::vector<float> bias, dbias;
 
-// The tensors of the backward pass, three quarters of the time with a gradient of w.
-template <class S>
-static void set_gradients(aft::Problem& p, std::vector<S>& gradient, std::vector<S>& dquery, std::vector<S>& dkey,
-                          std::vector<S>& dvalue, std::vector<float>& dbias) {
-  p.gradient = {gradient.data(), p.value.batch, p.value.row}, p.query_gradient = p.query.data ? dquery.data() : nullptr;
-  p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
-  p.bias_gradient = p.bias && generator() % 4 ? dbias.data() : nullptr;
-}
+  Tensors(aft::Problem& p, bool is_bf16, int64_t batch, int64_t length, int64_t width, int64_t key_width, int64_t heads,
+          float key_scale, int64_t biases)
+      : query(numbers<S>(batch * length * width, 1)), key(numbers<S>(batch * length * key_width, key_scale)),
+        value(numbers<S>(query.size(), 1)), output(query.size()), gradient(numbers<S>(query.size(), 1)),
+        dquery(query.size()), dkey(key.size()), dvalue(query.size()),
+        bias(numbers<float>(biases, float(choose({1, 300})))), dbias(biases) {
+    p.is_bf16 = is_bf16, p.batch = batch, p.length = length, p.width = width, p.heads = heads, p.key_width = key_width;
+    p.query = {generator() % 4 ? query.data() : nullptr, length * width, width};
+    p.key = {key.data(), length * key_width, key_width}, p.value = {value.data(), length * width, width};
+    p.bias = bias.data(), p.output = output.data();
+  }
+
+  // The backward pass, three quarters of the time with a gradient of w.
+  template <class P>
+  void require_finite_gradients(P p, int (*backward)(const P*), const char* of) {
+    p.gradient = {gradient.data(), p.value.batch, p.value.row}, p.query_gradient = p.query.data ? dquery.data() : nullptr;
+    p.key_gradient = dkey.data(), p.value_gradient = dvalue.data();
+    p.bias_gradient = p.bias && generator() % 4 ? dbias.data() : nullptr;
+    backward(&p);
+    require_finite(dkey, "a gradient of a key", of);
+    require_finite(dvalue, "a gradient of a value", of);
+    require_finite(dbias, "a gradient of a bias", of);
+  }
+};
 
 // Eq. 2 for one feature of one query, in double precision.
 template <class S>
@@ -116,10 +126,7 @@ static void run(bool is_bf16) {
   const int64_t heads = with_bias || slopes ? h : 1, key_width = with_bias && generator() % 2 ? h : d;
   const int64_t rows = with_bias ? choose({1, T}) : 0, batches = with_bias ? choose({1, B}) : 0;
   const float scale = float(choose({1, 30, 90, 10000}));
-  std::vector<S> query = numbers<S>(B * T * d, 1), key = numbers<S>(B * T * key_width, scale), value = query;
-  std::vector<S> output(B * T * d), gradient = numbers<S>(B * T * d, 1), dquery(B * T * d), dkey(key.size()), dvalue(B * T * d);
-  std::vector<float> bias = numbers<float>(batches * rows * h * s, float(choose({1, 300}))), slope(heads, 0.3f);
-  std::vector<float> dbias(bias.size());
+  std::vector<float> slope(heads, 0.3f);
   std::vector<int64_t> first(B * T);
   for (int64_t i = 0, begin = 0; i < B * T; ++i) {
     const int64_t t = i % T;
@@ -127,21 +134,17 @@ static void run(bool is_bf16) {
     first[i] = begin == T ? t + 1 : begin;
   }
   aft::CausalProblem p = {};
-  set(p, is_bf16, T, d, heads, query, key, value, bias, output);
+  Tensors<S> x(p, is_bf16, B, T, d, key_width, heads, scale, batches * rows * h * s);
   p.window = s, p.bias_batch = batches, p.bias_rows = with_bias ? rows : 1, p.hides_outside = with_bias && generator() % 2;
   if (!with_bias) p.bias = nullptr;
   p.slopes = slopes ? slope.data() : nullptr, p.first = generator() % 2 ? first.data() : nullptr;
   aft_causal(&p);
-  require_finite(output, "an output");
+  require_finite(x.output, "an output");
   require_exact<S>(p, scale, is_bf16 ? 4e-3 : 0);
 
   aft::CausalProblem b = p;
   b.output = nullptr;
-  set_gradients(b, gradient, dquery, dkey, dvalue, dbias);
-  aft_causal_backward(&b);
-  require_finite(dkey, "a gradient of a key");
-  require_finite(dvalue, "a gradient of a value");
-  require_finite(dbias, "a gradient of a bias");
+  x.require_finite_gradients(b, aft_causal_backward, "");
 
   std::vector<float> keys(B * (s - 1) * key_width, -INFINITY), values(B * (s - 1) * d), numerator(B * d);
   std::vector<float> denominator(B * key_width), maximum(B * key_width, aft::NEVER);
@@ -150,10 +153,10 @@ static void run(bool is_bf16) {
   for (int64_t row = 0; row < B; ++row)  // one document per row
     for (int64_t t = 0, count = generator() % (T + 1); t < T; ++t) first[row * T + t] = t < count ? 0 : t + 1;
   aft_causal(&p);
-  require_finite(output, "an output with a state");
+  require_finite(x.output, "an output with a state");
   p.length = 1, p.first = nullptr, p.bias_rows = std::min<int64_t>(p.bias_rows, 1);
   aft_causal_step(&p);
-  require_finite(output, "an output of a step");
+  require_finite(x.output, "an output of a step");
 }
 
 template <class S>
@@ -161,41 +164,25 @@ static void run_grid(bool is_bf16) {
   const int64_t B = choose({0, 1, 2}), rows = choose({1, 2, 5, 9}), columns = choose({1, 3, 7, 10}), T = rows * columns;
   const int64_t h = choose({1, 3, 16, 20}), c = choose({1, 2, 5, 16}), d = h * c, key_width = choose({h, d});
   const int64_t kernel_rows = choose({1, 3, 11}), kernel_columns = choose({1, 3, 7, 15});
-  std::vector<S> query = numbers<S>(B * T * d, 1), key = numbers<S>(B * T * key_width, float(choose({1, 90, 10000})));
-  std::vector<S> value = query, gradient = query, output(B * T * d), dquery(B * T * d), dkey(key.size()), dvalue(B * T * d);
-  std::vector<float> kernels = numbers<float>(h * kernel_rows * kernel_columns, float(choose({1, 300})));
-  std::vector<float> dkernels(kernels.size());
   aft::GridProblem p = {};
-  set(p, is_bf16, T, d, h, query, key, value, kernels, output);
+  Tensors<S> x(p, is_bf16, B, T, d, key_width, h, float(choose({1, 90, 10000})), h * kernel_rows * kernel_columns);
   p.rows = rows, p.columns = columns, p.kernel_rows = kernel_rows, p.kernel_columns = kernel_columns;
   p.hides_outside = generator() % 2;
   aft_grid(&p);
-  require_finite(output, "an output on a grid");
-  set_gradients(p, gradient, dquery, dkey, dvalue, dkernels);
-  aft_grid_backward(&p);
-  require_finite(dkey, "a gradient of a key on a grid");
-  require_finite(dvalue, "a gradient of a value on a grid");
-  require_finite(dkernels, "a gradient of a kernel");
+  require_finite(x.output, "an output on a grid");
+  x.require_finite_gradients(p, aft_grid_backward, " on a grid");
 }
 
 template <class S>
 static void run_table(bool is_bf16) {
   const int64_t T = choose({1, 9, 150}), B = choose({0, 1, 2, 9});
   const int64_t h = choose({1, 3, 8}), d = h * choose({1, 2, 5, 16, 17, 40});
-  std::vector<S> query = numbers<S>(B * T * d, 1), key = numbers<S>(B * T * d, float(choose({1, 90, 10000})));
-  std::vector<S> value = numbers<S>(B * T * d, 1), gradient = query, output(query.size()), dquery(query.size());
-  std::vector<S> dkey(key.size()), dvalue(value.size());
-  std::vector<float> bias = numbers<float>(h * T * T, float(choose({1, 300}))), dbias(bias.size());
   aft::TableProblem p = {};
-  set(p, is_bf16, T, d, h, query, key, value, bias, output);
+  Tensors<S> x(p, is_bf16, B, T, d, d, h, float(choose({1, 90, 10000})), h * T * T);
   p.causal = generator() % 2;
   aft_table(&p);
-  require_finite(output, "an output of a table");
-  set_gradients(p, gradient, dquery, dkey, dvalue, dbias);
-  aft_table_backward(&p);
-  require_finite(dkey, "a gradient of a key of a table");
-  require_finite(dvalue, "a gradient of a value of a table");
-  require_finite(dbias, "a gradient of a bias of a table");
+  require_finite(x.output, "an output of a table");
+  x.require_finite_gradients(p, aft_table_backward, " of a table");
 }
 
 template <class S>

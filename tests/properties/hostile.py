@@ -5,10 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
+
 
 MISSING = object()
 VALUES = [None, True, 0, -1, 7, 0.5, math.nan, math.inf, 10**9, 10**400, "text", "", MISSING]
 VALUES += [[1], [], [[["text"]]], {"a": 1}, {}]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
 NO_JSON = {
     "an empty file": b"",
     "half an object": b'{"a": [1, ',

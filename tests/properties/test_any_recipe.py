@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hostile import VALUES, places, with_value
+from hostile import JSON, VALUES, places, with_value
 from hypothesis import given
 from hypothesis import strategies as st
-from test_readers import JSON
 
 from aft_hf.training.recipe import Recipe, build_recipe, load_recipe
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import datasets
 import pytest
 import transformers
-from hostile import NO_JSON, READERS, VALUES, arguments, places, with_value
+from hostile import JSON, NO_JSON, READERS, VALUES, arguments, places, with_value
 from hypothesis import given
 from hypothesis import strategies as st
 from saved_models import save_models
@@ -76,11 +76,6 @@ def assert_said(code: int, message: str, must_fail: bool = False) -> None:
 
 
 FILES = [(reader, file) for reader, (_, files) in READERS.items() for file in files]
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
-    max_leaves=6,
-)
 
 
 def content(root: Path, reader: str, file: str):

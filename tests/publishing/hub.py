@@ -1,6 +1,7 @@
 """A Hub in memory, behind the methods of the client that `publish` calls, and the Hub's rules for cards."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,16 +28,21 @@ class Hub(HfApi):
     def __init__(self):
         super().__init__(endpoint="https://hub.example")
         self.repositories: dict[str, SimpleNamespace] = {}
-        self.faults: dict[str, tuple[BaseException, str]] = {}
+        self.faults: dict[str, tuple[BaseException | Callable[[], object], str]] = {}
 
-    def fail(self, method: str, error: BaseException, when: str = "before") -> None:
-        """Let a method raise an error from now on: before it does anything, or after, when only the answer is lost."""
-        self.faults[method] = error, when
+    def fail(self, method: str, fault: BaseException | Callable[[], object], when: str = "before") -> None:
+        """Let a method raise an error from now on: before it does anything, or after, when only the answer is lost.
+
+        If the fault is a function, it is called there.
+        """
+        self.faults[method] = fault, when
 
     def _fault(self, method: str, when: str) -> None:
-        error, at = self.faults.get(method, (None, ""))
-        if error is not None and at == when:
-            raise error
+        fault, at = self.faults.get(method, (None, ""))
+        if at == when and callable(fault):
+            fault()
+        elif at == when:
+            raise fault
 
     def create_repo(self, repo_id, *, private, exist_ok):
         self._fault("create_repo", "before")

@@ -11,6 +11,7 @@ import tiny
 from hub import metadata_errors
 from huggingface_hub import ModelCard
 from PIL import Image
+from saved_models import changed
 from tiny import environment, run
 
 from aft_hf import AFTForSequenceClassification, AFTForTokenClassification
@@ -181,8 +182,7 @@ def test_what_is_new_is_to_be_trained_unless_it_was(directory):
 
 
 def test_the_architecture_is_what_differs_from_the_default(directory):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"use_query": False, "position_bias_multiplier": 10.0}))
+    changed(use_query=False, position_bias_multiplier=10.0)(directory / "config.json")
     table = str(build_card(directory)).split("## Architecture")[1].split("## Results")[0]
     assert "| position bias multiplier | 10.0 |" in table and "| use query | False |" in table
     assert "| hidden size | 8 |" in table and "query activation" not in table and "label" not in table

@@ -1,6 +1,5 @@
 """The checks before an upload: each problem is reported in a line that names the file."""
 
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -9,18 +8,13 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from saved_models import changed, edited
 
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
 
 TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
-
-
-def change_json(path, **values):
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({key: value for key, value in (content | values).items() if value is not None}))
 
 
 def only_problem(directory) -> str:
@@ -39,19 +33,6 @@ def test_a_saved_model_a_backbone_and_a_model_in_shards_have_no_problems(carded,
     for name in ("backbone", "shards"):
         write_card(tmp_path / name)
         assert find_problems(tmp_path / name) == []
-
-
-def changed(**values):
-    return lambda path: change_json(path, **values)
-
-
-def change_tensors(change, **metadata):
-    def damage(path):
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata={"format": "pt"} | metadata)
-
-    return damage
 
 
 OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
@@ -75,9 +56,9 @@ OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
         ("README.md", Path.unlink, "README.md: is missing"),
         ("mixing_aft.py", lambda path: path.write_text("import os\n"), "differs from the installed aft_hf"),
         ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be loaded by AFT"),
-        ("model.safetensors", change_tensors(lambda x: x.pop("classifier.bias")), "missing, such as classifier.bias"),
-        ("model.safetensors", change_tensors(lambda x: x["classifier.bias"].fill_(torch.nan)), "not finite"),
-        ("model.safetensors", change_tensors(dict, author=TOKEN), "model.safetensors: holds a Hugging Face token"),
+        ("model.safetensors", edited(lambda x: x.pop("classifier.bias")), "missing, such as classifier.bias"),
+        ("model.safetensors", edited(lambda x: x["classifier.bias"].fill_(torch.nan)), "not finite"),
+        ("model.safetensors", edited(dict, author=TOKEN), "model.safetensors: holds a Hugging Face token"),
     ],
 )
 def test_a_file_that_is_missing_wrong_or_damaged_is_told(prepared, name, damage, told):

@@ -111,37 +111,27 @@ def test_a_hub_that_never_answers_is_not_waited_for(prepared, monkeypatch):
         publish(prepared, "me/tiny", endpoint=f"http://127.0.0.1:{hub.getsockname()[1]}", token="hf_x")
 
 
-def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, prepared, monkeypatch):
-    create_commit = hub.create_commit
-
-    def commit_and_go(*arguments, **options):
-        create_commit(*arguments, **options)
+def test_a_commit_after_which_nobody_answers_is_not_called_undone(send, hub, prepared):
+    def go():
         hub.fail("model_info", httpx2.ConnectError("gone"))
         raise httpx2.ConnectError("gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(hub, "create_commit", commit_and_go)
-        assert "is unchanged or has the complete commit" in refusal(send, hub)
+    hub.fail("create_commit", go, "after")
+    assert "is unchanged or has the complete commit" in refusal(send, hub)
     hub.faults.clear()
     send()
     assert_whole(hub, prepared)
 
 
-def test_ctrl_c_passes_and_what_somebody_else_commits_meanwhile_is_kept(send, hub, prepared, monkeypatch):
+def test_ctrl_c_passes_and_what_somebody_else_commits_meanwhile_is_kept(send, hub, prepared):
     hub.fail("create_commit", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         send()
+    commits = hub.repositories["me/tiny"].commits
+    hub.fail("create_commit", lambda: commits.append(commits[-1] | {"theirs.txt": b"theirs"}))
+    with pytest.raises(PublishError, match=r"412 A commit has happened since.*run the command again"):
+        send()
     hub.faults.clear()
-    create_commit, commits = hub.create_commit, hub.repositories["me/tiny"].commits
-
-    def meanwhile(*arguments, **options):
-        commits.append(commits[-1] | {"theirs.txt": b"theirs"})
-        return create_commit(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hub, "create_commit", meanwhile)
-        with pytest.raises(PublishError, match=r"412 A commit has happened since.*run the command again"):
-            send()
     send()
     assert commits[-1].pop("theirs.txt") == b"theirs"
     assert_whole(hub, prepared, commits=3)
@@ -163,16 +153,12 @@ def test_who_may_not_write_is_told_what_to_do(send, hub, error, told):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("content", [{}, b" "], ids=["missing", "changed"])
-def test_a_file_that_arrives_changed_or_not_at_all_is_noticed(send, hub, monkeypatch, name, content):
-    create_commit = hub.create_commit
-
-    def damaged(repo_id, *arguments, **options):
-        done = create_commit(repo_id, *arguments, **options)
-        commits = hub.repositories[repo_id].commits
+def test_a_file_that_arrives_changed_or_not_at_all_is_noticed(send, hub, name, content):
+    def damage():
+        commits = hub.repositories["me/tiny"].commits
         commits[-1] = {key: each for key, each in commits[-1].items() if key != name} | (content and {name: content})
-        return done
 
-    monkeypatch.setattr(hub, "create_commit", damaged)
+    hub.fail("create_commit", damage, "after")
     assert f"{name} on the Hub is missing or differs" in refusal(send, hub)
 
 

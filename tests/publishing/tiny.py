@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tiny_models import image_model, language_model
 from transformers import PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
+from aft_hf import build_byte_tokenizer
 
 
 HERE = Path(__file__).parent
@@ -21,20 +22,17 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16, "num
 LABELS = {"id2label": {0: "cat", 1: "dog", 2: "bird"}, "label2id": {"cat": 0, "dog": 1, "bird": 2}}
 
 
-def build(task: str, aft_type: str | list[str]) -> PreTrainedModel:
+def build(task: str, aft_type: str) -> PreTrainedModel:
     """Build a random model whose position biases have a visible effect."""
-    torch.manual_seed(0)
-    sizes = SIZES if isinstance(aft_type, str) else SIZES | {"num_hidden_layers": len(aft_type)}
     if task == "text":
-        sizes = sizes | {"window_size": 4, "kernel_size": 4, "max_position_embeddings": 24}
-        model = AFTForCausalLM(AFTConfig(aft_type=aft_type, vocab_size=len(companion("text")), **sizes))
+        sizes = SIZES | {"window_size": 4, "kernel_size": 4, "max_position_embeddings": 24}
+        model = language_model(aft_type, vocab_size=len(companion("text")), **sizes)
     else:
-        sizes = sizes | {"window_size": 2, "kernel_size": 3, "image_size": 16, "patch_size": 4}
-        model = AFTForImageClassification(AFTConfig(modality="image", aft_type=aft_type, **LABELS, **sizes))
+        model = image_model(aft_type, window_size=2, kernel_size=3, image_size=16, **SIZES, **LABELS)
     for name, parameter in model.named_parameters():
-        if "position_bias" in name or "kernel" in name or "lm_head" in name or "classifier" in name:
+        if "lm_head" in name or "classifier" in name:
             torch.nn.init.normal_(parameter)
-    return model.eval()
+    return model
 
 
 def companion(task: str):

@@ -1,6 +1,7 @@
 """Tiny training runs, in this process and in others, which can then be killed."""
 
 import faulthandler
+import io
 import json
 import multiprocessing
 import os
@@ -225,6 +226,13 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
+
+
+def saved_payload(marker: Path, **options: Any) -> bytes:
+    """Return a file of `torch.save`, with these options of it, that holds a payload."""
+    file = io.BytesIO()
+    torch.save({"state": {}, "param_groups": Payload(marker)}, file, **options)
+    return file.getvalue()
 
 
 def plant(checkpoint: Path, name: str, content: bytes) -> None:

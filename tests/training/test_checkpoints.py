@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from aft_hf.data.atomic_files import UNFINISHED
 from aft_hf.reading import UnreadableError
 from aft_hf.training.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
+from tests.properties.hostile import JSON
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +74,6 @@ def test_no_bit_of_a_manifest_changes_unnoticed(tmp_path, original):
         (tmp_path / MANIFEST).write_bytes(damaged)
         with pytest.raises(UnreadableError):
             read_manifest(tmp_path)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
-    max_leaves=6,
-)
 
 
 def assert_damage(directory: Path, content: bytes, *words: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from runs import finish, launch
-from transformers import ViTConfig, ViTForImageClassification
+from tiny_models import vit_model
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import convert_deit
@@ -29,9 +29,7 @@ LINE = re.compile(r"Distillation: +\d+ %, step (\d+), KL ")
 def directory(tmp_path_factory):
     """A directory with a ViT, and the outputs of a distillation by one process and by two."""
     root = tmp_path_factory.mktemp("distillation")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    vit = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=3, **sizes))
+    vit = vit_model(hidden_size=16, num_hidden_layers=2, num_labels=3)
     torch.nn.init.normal_(vit.classifier.weight)
     vit.save_pretrained(root / "vit")
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(root / "vit")

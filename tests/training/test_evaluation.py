@@ -9,8 +9,9 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from runs import bpe_tokenizer
+from tiny_models import vit_model
 from tokenizers import normalizers
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
@@ -72,14 +73,12 @@ def images():
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (11, 16, 16, 3), dtype=np.uint8)
     rows = {"image": [PILImage.fromarray(x) for x in pixels], "label": [i % CLASSES for i in range(11)]}
-    features = Features({"image": Image(), "label": ClassLabel(CLASSES)})
-    return Dataset.from_dict(rows, features=features)
+    return labelled(rows, list(map(str, range(CLASSES))))
 
 
 def classifier(aft=True):
     if not aft:
-        sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=CLASSES)).eval()
+        return vit_model(num_labels=CLASSES).eval()
     config = AFTConfig(modality="image", aft_type="conv", num_labels=CLASSES, **SIZES)
     model = AFTForImageClassification(config)
     with torch.no_grad():

@@ -1,31 +1,22 @@
 """Parameter groups of the optimizer, and FineTuner: augmentation and distillation."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from tiny_models import language_model
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, ViTConfig, ViTForImageClassification
+from tiny_models import image_model, language_model, vit_model
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from transformers.testing_utils import CaptureLogger
 
-from aft_hf import AFTConfig, AFTForImageClassification
 from aft_hf.training import build_optimizer
 from aft_hf.training.fine_tuning import FineTuner, distillation_loss, logger
 
 
 CLASSES = 3
-
-
-def classifier(**options) -> AFTForImageClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2, "kernel_size": 3, "num_labels": CLASSES}
-    sizes |= {"image_size": 8, "patch_size": 2}
-    return AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", **{**sizes, **options}))
-
-
-def vit(image_size: int, **options) -> ViTForImageClassification:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    config = ViTConfig(**sizes, image_size=image_size, patch_size=2, initializer_range=1.0, **options)
-    return ViTForImageClassification(config)
+SIZES = {"image_size": 8, "patch_size": 2, "hidden_size": 8, "num_heads": 2, "kernel_size": 3, "num_labels": CLASSES}
+classifier = partial(image_model, **SIZES)
+vit = partial(vit_model, patch_size=2, initializer_range=1.0)
 
 
 def rows(count: int) -> list[dict]:

@@ -13,11 +13,12 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
 from runs import Payload
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from tiny_models import image_model, vit_model
+from transformers import AutoModelForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
-from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification
+from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
@@ -27,8 +28,7 @@ from aft_hf.training.ownership import RUN, owned
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
-IMAGE_MODEL = {"modality": "image", "aft_type": "conv", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
-IMAGE_MODEL |= {"kernel_size": 3, "image_size": 8, "patch_size": 4}
+IMAGE_MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 3, "image_size": 8}
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no", "--use_cpu", "true"]
 BOTH = ["--do_train", "--do_eval"]
 
@@ -54,19 +54,14 @@ def classifier(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory):
     """A ViT for images of twice the size."""
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, image_size=16, patch_size=4
-    )
     directory = tmp_path_factory.mktemp("vit")
-    ViTForImageClassification(config).save_pretrained(directory)
+    vit_model(16).save_pretrained(directory)
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(directory)
     return directory
 
 
 def save_classifier(directory: Path, size: tuple[int, int] = (8, 8), **options) -> Path:
-    torch.manual_seed(0)
-    AFTForImageClassification(AFTConfig(**{**IMAGE_MODEL, **options})).save_pretrained(directory)
+    image_model(**(IMAGE_MODEL | options)).save_pretrained(directory)
     ViTImageProcessorPil(size={"height": size[0], "width": size[1]}).save_pretrained(directory)
     return directory
 

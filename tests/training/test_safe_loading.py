@@ -1,13 +1,13 @@
 """No file of a checkpoint runs code when a run resumes, even if an attacker has updated the checksums."""
 
-import io
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed.checkpoint as sharded
-from runs import Payload, bytes_recipe, plant, run
+from runs import Payload, bytes_recipe, plant, run, saved_payload
 
 from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
 
@@ -19,20 +19,11 @@ def original(tmp_path_factory):
     return values
 
 
-def pickled(payload: Payload) -> bytes:
-    return pickle.dumps(payload)
-
-
-def saved_by_torch(payload: Payload) -> bytes:
-    file = io.BytesIO()
-    torch.save({"state": {}, "param_groups": payload}, file)
-    return file.getvalue()
-
-
-def saved_without_zip(payload: Payload) -> bytes:
-    file = io.BytesIO()
-    torch.save(payload, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
+CONTENTS = {
+    "a pickle": lambda marker: pickle.dumps(Payload(marker)),
+    "a file of torch": saved_payload,
+    "an old file of torch": partial(saved_payload, _use_new_zipfile_serialization=False),
+}
 
 
 # The files of a run by one process, and names that other strategies or an earlier version read.
@@ -42,7 +33,7 @@ OTHERS += ["dl_state_dict.bin", "optimizer_0/.metadata", "pytorch_model_fsdp_0/.
 OTHERS += ["pytorch_model_fsdp_0/__0.metadata"]
 
 
-@pytest.mark.parametrize("content", [pickled, saved_by_torch, saved_without_zip])
+@pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", [*FILES, *OTHERS])
 def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, original, name, content):
     values = original | {"output_dir": str(tmp_path / "run"), "steps": 6}
@@ -50,13 +41,13 @@ def test_a_payload_in_any_file_is_not_run_and_ends_in_one_line(tmp_path, origina
     checkpoint = tmp_path / "run/checkpoints/step-000000003"
     if name == "pytorch_model.bin":
         (checkpoint / "model.safetensors").unlink()
-    plant(checkpoint, name, content(Payload(tmp_path / "marker")))
+    plant(checkpoint, name, CONTENTS[content](tmp_path / "marker"))
     with pytest.raises(ValueError, match=rf"{checkpoint}") as stopped:
         run(values)
     assert "\n" not in str(stopped.value) and ("Traceback" not in str(stopped.value))
     if name != "model.safetensors":
         assert f"{name} is not read" in str(stopped.value)
-    if content is saved_by_torch and name == "optimizer.bin":
+    if content == "a file of torch" and name == "optimizer.bin":
         assert "it names posix.mkdir, which could run code" in str(stopped.value)
     assert not (tmp_path / "marker").exists()
     assert checkpoint.is_dir()  # renamed only after another checkpoint has been loaded
@@ -82,7 +73,7 @@ def test_of_shards_tensors_and_numbers_are_read_and_objects_are_not_run(tmp_path
 
 def test_a_folder_of_shards_that_lies_elsewhere_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / ".metadata").write_bytes(pickled(Payload(tmp_path / "marker")))
+    (tmp_path / "elsewhere" / ".metadata").write_bytes(CONTENTS["a pickle"](tmp_path / "marker"))
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "pytorch_model_fsdp_0").symlink_to(tmp_path / "elsewhere")
     with (

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from runs import finish, launch
+from tiny_models import language_model
 from torch import distributed
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-
-from aft_hf import AFTConfig, AFTForCausalLM
 
 
 TOKENS = torch.arange(20)[None] % 16
@@ -55,9 +54,8 @@ def test_two_processes_share_mlps_and_mixers_and_have_the_outputs_and_gradients_
     tmp_path, aft_type, num_heads, tied, mixers
 ):
     """The position biases of several heads serve some features each, so such mixers are not shared."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "position_bias_dim": 4, "window_size": 4, "kernel_size": 4}
-    sizes |= {"max_position_embeddings": 32, "vocab_size": 16, "tie_word_embeddings": tied}
-    model = AFTForCausalLM(AFTConfig(aft_type=aft_type, num_heads=num_heads, **sizes)).double()
+    sizes = {"hidden_size": 16, "num_heads": num_heads, "vocab_size": 16, "tie_word_embeddings": tied}
+    model = language_model(aft_type, **sizes).double()
     model.save_pretrained(tmp_path)
     assert finish(launch(sharded_gradients, (tmp_path,), 2)) == [0, 0]
     expected = logits_and_gradients(model)
