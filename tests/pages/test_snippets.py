@@ -6,6 +6,7 @@ additional options in SHORTER. NOT_RUN lists the commands that do not run here, 
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 from filelock import FileLock
 
 from tests.properties.test_labml_states import STATES
+from tests.training.runs import finish, launch
 
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +90,6 @@ SHORTER = {
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt output_dir=": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "aft-hf finetune": "--max_steps 2",
-    "python scripts/measure_conversion.py": "--source-epochs 1 --images 64 --minutes 0.01 --seed 0",
     "torchrun --nproc-per-node 2 -m aft_hf train": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
@@ -97,6 +98,7 @@ NOT_RUN = {
     r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs them; gpu needs a GPU",
     r"make (demo|install)|python spaces/demo/app.py": "starts a server or installs packages; tests/demo tests the app",
     r"(nice )?python -m scripts\.(benchmark|reproduction)": "takes hours and writes to docs/; see their tests",
+    r"python scripts/measure_conversion.py": "takes hours; tests/scripts runs it with few images",
     r"pip install": "installs packages from an index",
     r"source .venv/bin/activate": "the tests run in this environment",
     r"hf (repos|upload)": "needs an account on the Hub",
@@ -148,7 +150,9 @@ def workplace(tmp_path, quickstart) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
 def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch):
-    """Commands of aft-hf run in this process. Python snippets run in a new one, so they need their own imports."""
+    """Commands of aft-hf run in this process. Python snippets run as the main module of a new one, which a fork server
+    starts, so that it does not load the libraries again; they need their own imports.
+    """
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"), prepend=os.pathsep)
@@ -160,12 +164,25 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
             continue
         start = max((start for start in SHORTER if snippet.code.startswith(start)), key=len, default=None)
         command = snippet.code if start is None else f"{snippet.code} {SHORTER[start]}"
+        if snippet.language == "python":
+            Path("snippet.py").write_text(command)
+            ended = finish(launch(run_file, ("snippet.py", "output.txt")))
+            assert ended == [0], f"{snippet}:\n{Path('output.txt').read_text()[-3000:]}"
+            continue
         if command.startswith("aft-hf"):
             done = run_command(*shlex.split(command))
         else:
-            shell = sys.executable if snippet.language == "python" else "bash"
-            done = subprocess.run([shell, "-c", command], capture_output=True, text=True)
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
         assert done.returncode == 0, f"{snippet}: {command}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+
+
+def run_file(path: str, output: str) -> None:
+    """Run a file as the main module of this process, which writes its output to a file."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.path.insert(0, "")
+    runpy.run_path(path, run_name="__main__")
 
 
 def test_every_entry_of_shorter_and_not_run_matches_a_command():
