@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 install: $(INSTALLED)
 
-$(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt $(wildcard src/aft_hf/kernels/cpu/*.cpp src/aft_hf/kernels/cpu/*.h)
+$(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt src/aft_hf/kernels/build.py $(wildcard src/aft_hf/kernels/cpu/*.cpp src/aft_hf/kernels/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) ".[dev]"
 	touch $@

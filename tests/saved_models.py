@@ -68,7 +68,8 @@ def changed(**values: Any) -> Callable[[Path], None]:
 
     def change(path: Path) -> None:
         content = json.loads(path.read_text()) | values
-        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        content = {key: value for key, value in content.items() if value is not None or key not in values}
+        path.write_text(json.dumps(content))
 
     return change
 

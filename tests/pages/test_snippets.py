@@ -151,7 +151,8 @@ def workplace(tmp_path, quickstart) -> Path:
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
 def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch):
     """Commands of aft-hf run in this process. Python snippets run as the main module of a new one, which a fork server
-    starts, so that it does not load the libraries again; they need their own imports.
+    starts, so that it does not load the libraries again; they need their own imports. There, aft_hf is imported
+    already, so that they import it, too, is checked in their text.
     """
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -165,8 +166,10 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
         start = max((start for start in SHORTER if snippet.code.startswith(start)), key=len, default=None)
         command = snippet.code if start is None else f"{snippet.code} {SHORTER[start]}"
         if snippet.language == "python":
+            registers = re.search(r"^(import|from) aft_hf|trust_remote_code=True", command, re.MULTILINE)
+            assert registers or not re.search(r"\bAuto[A-Z]|\bpipeline\(", command), f"{snippet} lacks import aft_hf"
             Path("snippet.py").write_text(command)
-            ended = finish(launch(run_file, ("snippet.py", "output.txt")))
+            ended = finish(launch(run_file, ("snippet.py", "output.txt"), **os.environ))
             assert ended == [0], f"{snippet}:\n{Path('output.txt').read_text()[-3000:]}"
             continue
         if command.startswith("aft-hf"):
@@ -181,7 +184,7 @@ def run_file(path: str, output: str) -> None:
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.path.insert(0, "")
+    sys.argv, sys.path = [path], ["", *sys.path]
     runpy.run_path(path, run_name="__main__")
 
 

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, Features, Image
+import typer
+from typer.testing import CliRunner
 
 from scripts import measure_conversion
+from tests.training.runs import write_images
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,19 +30,18 @@ def test_every_model_is_made_and_scored_once(tmp_path, run_command, monkeypatch)
     ran = []
 
     def run(*words):
-        done = run_command("aft-hf", *words[2:])
+        done = run_command(*words[1:])
         assert done.returncode == 0, done.stderr[-3000:]
         ran.append(words[2])
 
     monkeypatch.setattr(measure_conversion, "run", run)
-    pixels = np.random.default_rng(0).integers(256, size=(64, 32, 32, 3), dtype=np.uint8)
-    features = Features({"image": Image(), "label": ClassLabel(num_classes=10)})
-    images = Dataset.from_dict({"image": list(pixels), "label": [index % 10 for index in range(64)]}, features)
-    images.to_parquet(str(data := tmp_path / "images.parquet"))
-    options = {"out": tmp_path / "out", "source_epochs": 1, "images": 64, "minutes": [0.01], "seed": [0]}
+    monkeypatch.setattr(measure_conversion, "by_image_size", scored := Mock(wraps=measure_conversion.by_image_size))
+    write_images(data := tmp_path / "images.parquet")
+    (app := typer.Typer()).command()(measure_conversion.main)
+    options = f"--out {tmp_path}/out --source-epochs 1 --images 32 --minutes 0.01 --seed 0"
     for _ in range(2):
-        measure_conversion.main(data, data, **options)
-        assert (ran.count("finetune"), ran.count("convert")) == (6, 3)
+        CliRunner().invoke(app, f"{data} {data} {options}", catch_exceptions=False)
+        assert (ran.count("finetune"), ran.count("convert"), scored.call_count) == (6, 3, 7)
     records = json.loads((tmp_path / "out" / "results.json").read_text())["records"]
     assert len(records) == 7 and len({record["model"] for record in records}) == 5
     assert (tmp_path / "out" / "tables.md").read_text().count("distilled for 0.01 minutes") == 4

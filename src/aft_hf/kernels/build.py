@@ -32,10 +32,11 @@ OPTIONS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe
 
 
 def library_path(variant: str, directory: Path = SOURCES) -> Path:
-    """Return the path of the library of a variant. Its name has a digest of the sources, and of the options here."""
-    sources = (Path(__file__), *sorted(SOURCES.glob("*.[ch]*")))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return directory / f"libaft_{variant}_{digest[:12]}.so"
+    """Return the path of the library of a variant. Its name has a digest of the sources and the compiler's options."""
+    digest = hashlib.sha256(repr((OPTIONS, VARIANTS)).encode())
+    for path in sorted(SOURCES.glob("*.[ch]*")):
+        digest.update(path.read_bytes())
+    return directory / f"libaft_{variant}_{digest.hexdigest()[:12]}.so"
 
 
 def compiler() -> str | None:
@@ -47,13 +48,13 @@ def build(directory: Path = SOURCES) -> list[str]:
     """Compile the kernels for each instruction set of this architecture, and print the errors of those that fail.
 
     Args:
-        directory: where the libraries are written, except those that are already there.
+        directory: where the libraries are written.
 
     Returns:
-        The variants that are compiled.
+        The variants that were compiled.
 
     Raises:
-        RuntimeError: none is compiled: there is no compiler, it fails, or there are no kernels for this architecture.
+        RuntimeError: none was compiled: there is no compiler, it fails, or there are no kernels for this architecture.
     """
     variants = VARIANTS.get(platform.machine(), {})
     found = compiler()
@@ -64,8 +65,6 @@ def build(directory: Path = SOURCES) -> list[str]:
 
     def compile_variant(variant: str) -> bool:
         path = library_path(variant, directory)
-        if path.is_file():
-            return True
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         command = [found, *OPTIONS, *variants[variant], *sources, "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True)
