@@ -150,9 +150,9 @@ def workplace(tmp_path, quickstart) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
 def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch):
-    """Commands of aft-hf run in this process. Python snippets run as the main module of a new one, which a fork server
-    starts, so that it does not load the libraries again; they need their own imports. There, aft_hf is imported
-    already, so that they import it, too, is checked in their text.
+    """Commands of aft-hf run in this process. Each Python snippet runs as the main module of a new process, and needs
+    its own imports. A fork server with the libraries starts this process. It has imported aft_hf, which registers the
+    Auto classes, so the text of a snippet with Auto classes is searched for the import.
     """
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from . import build
 from .build import SOURCES, library_path
 
 
 logger = logging.get_logger(__name__)
 
 NAMES = [f"{name}{end}" for name in ("causal", "grid", "table", "band") for end in ("", "_backward")] + ["causal_step"]
+
 
 # For each instruction set that PyTorch reports, the variants that the CPU can run, the fastest first.
 RUNNABLE = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",), "NEON": ("neon",), "SVE256": ("neon",)}
@@ -36,8 +38,7 @@ def load_library() -> ctypes.CDLL | None:
         allowed = ", ".join(["none", *variants])
         logger.warning_once(f"AFT_HF_KERNELS={asked} is not compiled, or not for this CPU; use one of {allowed}")
     elif not asked and not variants and any(SOURCES.glob("libaft_*.so")):
-        command = f"python {SOURCES.with_name('build.py')}"
-        logger.warning_once(f"the CPU kernels are not those of this version; compile them: {command}")
+        logger.warning_once(f"the CPU kernels are not those of this version; compile them: python {build.__file__}")
     chosen = asked or next(iter(variants), "none")
     return load_from(library_path(chosen)) if chosen in variants else None
 
