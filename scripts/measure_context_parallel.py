@@ -100,7 +100,7 @@ def text_step(tokens: int, aft_type: str, window: int, sizes: dict[str, Any], gr
     shard = local_shard(row, group)
 
     def run() -> Callable[[], str]:
-        with context_parallel(group):
+        with context_parallel(model, group):
             loss = model(input_ids=shard, labels=shard, use_cache=False).loss
         loss.backward()
         return lambda: f"loss {float(loss.detach()):.7f}, norm of the gradient {size_of_gradient(model, group):.7f}"
@@ -132,7 +132,7 @@ def image_pass(side: int, sizes: dict[str, Any], group: Any) -> Callable[[], Any
 
     @torch.no_grad()
     def run() -> Callable[[], str]:
-        with context_parallel(group):
+        with context_parallel(model, group):
             logits = model(pixels).logits
         return lambda: "logits " + ", ".join(f"{x:.6f}" for x in logits[0].tolist())
 

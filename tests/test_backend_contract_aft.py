@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
-from aft_hf.mixing_aft import Documents, Mixing, mix, reference_mixing
+from aft_hf.mixing_aft import Mixing, Visibility, mix, reference_mixing
 
 
 WIDTH = 8
@@ -225,7 +225,7 @@ def document_starts(batch: int, length: int) -> torch.Tensor:
     return starts
 
 
-# Masks, documents and positions, as fields of `Mixing` for B rows of T tokens.
+# Masks, starts of documents, and positions for B rows of T tokens.
 SEEN = {
     "everything": lambda batch, length: {},
     "left padding": lambda batch, length: {"padding_mask": padding_mask("left", batch, length)},
@@ -238,14 +238,18 @@ SEEN = {
         "pair_mask": pair_mask(batch, length),
     },
     "fewer queries": lambda batch, length: {"num_queries": length - 5},
-    "documents": lambda batch, length: {"documents": Documents(document_starts(batch, length))},
+    "documents": lambda batch, length: {"starts": document_starts(batch, length)},
     "documents and padding": lambda batch, length: {
-        "documents": Documents(document_starts(batch, length)),
+        "starts": document_starts(batch, length),
         "padding_mask": padding_mask("right", batch, length),
+    },
+    "documents and holes": lambda batch, length: {
+        "starts": document_starts(batch, length),
+        "padding_mask": padding_mask("holes", batch, length),
     },
     "other positions": lambda batch, length: {"positions": torch.randperm(2 * length)[:length].unsqueeze(0)},
 }
-OF_SEQUENCES = ("documents", "documents and padding", "other positions")
+OF_SEQUENCES = ("documents", "documents and padding", "documents and holes", "other positions")
 
 
 def one_key(place: int, size: float):
@@ -291,8 +295,9 @@ class Case(NamedTuple):
 def results(mixer, key, value, weight, fields, implementation: str) -> dict[str, torch.Tensor]:
     """Return outputs and gradients by name; outputs of padding are set to 0."""
     key, value = (x.detach().clone().requires_grad_() for x in (key, value))
-    biases = mixer.biases(value, grid_of(mixer, key.shape[1]))
-    problem = Mixing(key, value, mixer.num_heads, biases, mixer.causal, **fields)
+    biases, fields = mixer.biases(value, grid_of(mixer, key.shape[1])), dict(fields)
+    seen = Visibility.of(fields.pop("padding_mask", None), fields.pop("starts", None))
+    problem = Mixing(key, value, mixer.num_heads, biases, mixer.causal, visibility=seen, **fields)
     output = reference_mixing(problem) if implementation == "reference" else mix(problem, implementation)
     assert output.dtype == value.dtype
     inputs = {"key": key, "value": value, **learned(mixer)}
@@ -321,9 +326,7 @@ def case(structure, dtype, batch, length, seen="everything", keys="moderate", sc
 
 
 def to_device(x, device: str):
-    if isinstance(x, Documents):
-        return Documents(x.starts.to(device))
-    return x.to(device) if isinstance(x, torch.Tensor) else x
+    return x.to(device) if isinstance(x, (torch.Tensor, Visibility)) else x
 
 
 def assert_exact(given: Case, backend: Backend, largest_key: float | None = None) -> None:
@@ -498,14 +501,16 @@ def test_padding_of_any_size_reaches_no_real_token(structure, side, backend_or_r
     device, options = backend_or_reference.device, with_grid(mixer, 35)
     x, mask = torch.randn(3, 35, WIDTH).to(device), padding_mask(side.split(",")[0], 3, 35).to(device)
     if "packed" in side:
-        options["documents"] = Documents(document_starts(3, 35).to(device))
+        options["visibility"] = Visibility.of(mask, document_starts(3, 35).to(device))
+    else:
+        options["attention_mask"] = mask
     with torch.no_grad():
-        expected = mixer(x.masked_fill(~mask.unsqueeze(-1), 0.0), attention_mask=mask, **options)[mask]
+        expected = mixer(x.masked_fill(~mask.unsqueeze(-1), 0.0), **options)[mask]
         for size in (math.nan, math.inf):
             hostile = x.masked_fill(~mask.unsqueeze(-1), size)
-            at_most(mixer(hostile, attention_mask=mask, **options)[mask], expected)
+            at_most(mixer(hostile, **options)[mask], expected)
     hostile = x.masked_fill(~mask.unsqueeze(-1), 1e4).requires_grad_()
-    output = mixer(hostile, attention_mask=mask, **options)[mask]
+    output = mixer(hostile, **options)[mask]
     at_most(output, expected)
     gradient = torch.autograd.grad(output.sum(), hostile)[0]
     assert gradient.isfinite().all() and gradient[~mask].eq(0).all()
@@ -1073,7 +1078,7 @@ def masks_of(kind: str, length: int) -> dict:
         torch.manual_seed(4)
         starts = torch.rand(2, length) < 8 / length
         starts[:, 0] = True
-        return {"documents": Documents(starts)}
+        return {"visibility": Visibility.of(None, starts)}
     return {}
 
 
@@ -1148,7 +1153,7 @@ def test_packed_documents_equal_the_documents_one_by_one(structure, backend_or_r
     """Gradients are tested with the other masks, against the reference."""
     mixer, device = build(structure, backend_or_reference), backend_or_reference.device
     x = torch.randn(2, 65, WIDTH, device=device)
-    packed = mixer(x, documents=Documents.from_position_ids(packed_positions().to(device), 2))
+    packed = mixer(x, visibility=Visibility.of(None, packed_positions().to(device) == 0))
     alone = [torch.cat([mixer(y[None])[0] for y in row.split(lengths)]) for row, lengths in zip(x, LENGTHS)]
     at_most(packed, torch.stack(alone), tolerance(x.dtype, 2 * 65 * WIDTH))
 
@@ -1158,11 +1163,11 @@ def test_packed_documents_equal_the_documents_one_by_one(structure, backend_or_r
 def test_a_document_does_not_reach_another(structure, size, backend_or_reference):
     mixer, device = keys_are_inputs(build(structure, backend_or_reference)), backend_or_reference.device
     x = torch.randn(2, 65, WIDTH, device=device)
-    documents = Documents.from_position_ids(packed_positions().to(device), 2)
+    documents = Visibility.of(None, packed_positions().to(device) == 0)
     with torch.no_grad():
-        expected = mixer(x, documents=documents)
+        expected = mixer(x, visibility=documents)
         x[0, 19] = size  # in the third document, which has the positions 18 .. 22 of the row
-        found = mixer(x, documents=documents)
+        found = mixer(x, visibility=documents)
     for places in (slice(0, 18), slice(23, 65)):
         at_most(found[0, places], expected[0, places])
     at_most(found[1], expected[1])
@@ -1172,10 +1177,10 @@ def test_a_document_does_not_reach_another(structure, size, backend_or_reference
 def test_documents_of_a_traced_program_are_those_of_an_eager_one(structure, backend):
     """If the host cannot read the number of documents, as under vmap, a table of all pairs is used."""
     mixer, device = build(structure, backend), backend.device
-    x, documents = torch.randn(3, 2, 65, WIDTH, device=device), Documents.from_position_ids(packed_positions(), 2)
+    x, documents = torch.randn(3, 2, 65, WIDTH, device=device), Visibility.of(None, packed_positions() == 0)
     documents = to_device(documents, device)
-    found = torch.func.vmap(lambda y: mixer(y, documents=documents))(x)
-    torch.testing.assert_close(found, torch.stack([mixer(y, documents=documents) for y in x]), rtol=1e-4, atol=1e-5)
+    found = torch.func.vmap(lambda y: mixer(y, visibility=documents))(x)
+    torch.testing.assert_close(found, torch.stack([mixer(y, visibility=documents) for y in x]), rtol=1e-4, atol=1e-5)
 
 
 @structures(TYPICAL)

@@ -1,35 +1,61 @@
-"""Packed documents: their boundaries and positions, and conversion to rows of their own."""
+"""Who sees whom: packed documents, padding, and both, as one value for all layers."""
 
 import pytest
 import torch
 
-from aft_hf.mixing_aft import PACKING_INPUTS, Documents, packed_documents
+from aft_hf.mixing_aft import PACKING_INPUTS, Visibility, visibility_of
 
 
-STARTS = torch.tensor([[1, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]).bool()
 POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
+FIRST = [[0, 0, 0, 3, 4, 4, 4, 4], [0] * 8]
+
+
+def seen(mask=None, batch_size=2, length=8, **packing):
+    return visibility_of(dict.fromkeys(PACKING_INPUTS) | packing, mask, batch_size, length)
 
 
 def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
-    assert Documents.from_position_ids(POSITIONS, 2).starts.equal(STARTS)
-    assert Documents.from_position_ids(POSITIONS[:1], 3).starts.equal(STARTS[:1].expand(3, -1))
-    within = Documents.from_position_ids(torch.tensor([[5, 6, 0, 1]]), 1)
-    assert within.starts.tolist() == [[True, False, True, False]]
     for dtype in (torch.int32, torch.int64):
         boundaries = torch.tensor([0, 3, 4, 8, 16], dtype=dtype)
-        assert Documents.from_cumulative_lengths(boundaries, 2, 8).starts.equal(STARTS)
-    whole = Documents.from_cumulative_lengths(torch.tensor([0, 16]), 2, 8)  # a document ends with its row
-    assert whole.starts[:, 0].all() and not whole.starts[:, 1:].any()
-    assert Documents(STARTS).can_be_unpacked and not Documents(STARTS.to("meta")).can_be_unpacked
-    inputs = dict.fromkeys(PACKING_INPUTS)
-    assert packed_documents(inputs | {"position_ids": POSITIONS}, None, 2, 8).starts.equal(STARTS)
-    assert packed_documents(inputs | {"position_ids": POSITIONS[1:]}, None, 1, 8) is None  # each row is one document
-    assert Documents(STARTS).longest() == 8 and Documents(STARTS[:1]).longest() == 4
+        for found in (seen(position_ids=POSITIONS.to(dtype)), seen(cu_seq_lens_q=boundaries)):
+            assert found.first.tolist() == FIRST and found.position.equal(POSITIONS)
+            assert found.is_packed and found.longest == 8
+    shared = seen(position_ids=POSITIONS[:1], batch_size=3)
+    assert shared.first.tolist() == FIRST[:1] * 3 and shared.longest == 4
 
 
-def test_positions_of_padding_are_ignored():
-    inputs = dict.fromkeys(PACKING_INPUTS) | {"position_ids": torch.tensor([[0, 1, 0, 1, 1]])}
-    documents = packed_documents(inputs, torch.tensor([[1, 1, 1, 1, 0]]), 1, 5)
-    assert documents.starts.tolist() == [[True, False, True, False, False]]
+def test_rows_that_hide_nothing_have_no_visibility():
+    assert seen() is None and seen(torch.ones(2, 8)) is None
+    assert seen(position_ids=POSITIONS[1:], batch_size=1) is None
+    assert seen(cu_seq_lens_q=torch.tensor([0, 8, 16])) is None  # a document ends with its row
+
+
+def test_padding_has_no_position_and_sees_nothing():
+    found = seen(torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 1, 1]]), length=5)
+    assert found.first.tolist() == [[5, 5, 2, 2, 5], [0] * 5] and found.longest == 5
+    assert found.position[0, 2:4].tolist() == [0, 1] and not found.is_packed
+    packed = seen(torch.tensor([[0, 1, 1, 1, 0]]), 1, 5, position_ids=torch.tensor([[0, 0, 1, 0, 7]]))
+    assert packed.first.tolist() == [[5, 1, 1, 3, 5]]
+
+
+def test_padding_between_tokens_of_a_document_moves_behind_them():
+    found = seen(torch.tensor([[0, 1, 0, 1, 1]]), 1, 5)
+    order, back = found.order
+    assert found.first is None and order[0, :3].tolist() == [1, 3, 4]
+    assert order.gather(1, back).tolist() == [[0, 1, 2, 3, 4]]
+    assert found.position[0, [1, 3, 4]].tolist() == [0, 1, 2]
+
+
+def test_position_ids_that_do_not_count_the_real_tokens_are_refused():
+    position_ids = torch.tensor([[0, 1, 0, 1, 1]])
+    assert seen(torch.tensor([[1, 1, 1, 1, 0]]), 1, 5, position_ids=position_ids).first.tolist() == [[0, 0, 2, 2, 5]]
     with pytest.raises(ValueError, match="position_ids must count"):
-        packed_documents(inputs, torch.ones(1, 5), 1, 5)
+        seen(torch.ones(1, 5), 1, 5, position_ids=position_ids)
+
+
+@pytest.mark.parametrize("hidden", (-torch.inf, -1e4, 0.5))
+def test_a_mask_that_is_added_to_logits_is_refused(hidden):
+    mask = torch.tensor([[0.0, hidden, 0.0, 0.0]])
+    with pytest.raises(ValueError, match="give mask == 0"):
+        Visibility.of(mask)
+    assert Visibility.of((mask == 0).float()).real.tolist() == [[True, False, True, True]]

@@ -10,7 +10,6 @@ from tiny_models import image_model, language_model
 from torch import nn
 
 from aft_hf import mixing_aft
-from aft_hf.mixing_aft import Documents
 
 
 TYPES = ["full", "local", "simple", "conv", "alibi"]
@@ -31,7 +30,7 @@ LENGTH = 70
 def computed_by(request, monkeypatch):
     """With operators, the device has all of them but `grid`, as one with Triton kernels."""
     if request.param == "operators":
-        monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: name != "grid")
+        monkeypatch.setattr(mixing_aft, "provides", lambda name, device_type: name != "grid")
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "max_position_embeddings": 128, "window_size": 8}
@@ -64,10 +63,7 @@ def test_a_training_step_waits_for_nothing(aft_type, options, mask, computed_by)
 
 
 @pytest.mark.parametrize(("aft_type", "options"), [x for x in VARIANTS if x[0] != "full"])
-def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options, monkeypatch):
-    """With the operator `causal`. The portable form has to read the lengths, once per step."""
-    monkeypatch.setattr(Documents, "can_be_unpacked", True)  # as on an accelerator
-    monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: True)
+def test_a_training_step_on_packed_documents_waits_for_nothing(aft_type, options, computed_by):
     model, ids = model_of(aft_type, options).train(), meta(2, LENGTH)
     model(ids, labels=ids, position_ids=meta(2, LENGTH)).loss.backward()
     boundaries = meta(5, dtype=torch.int32)

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from aft_hf.caching_aft import AFTLayerState
 from aft_hf.mixers_aft import AFTMixer
-from aft_hf.mixing_aft import Documents, Mixing, reference_mixing
+from aft_hf.mixing_aft import Mixing, Visibility, reference_mixing
 from aft_hf.position_biases_aft import NoBias, PositionBias
 
 
@@ -429,8 +429,8 @@ def test_padding_in_packed_documents_takes_no_position(structure):
     mixer, x = build(structure).double(), torch.randn(2, 12, WIDTH).double()
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, :3] = mask[1, 7] = False
-    documents = Documents(torch.tensor([1] + [0] * 5 + [1] + [0] * 5).bool().expand(2, -1))
-    y = mixer(x, attention_mask=mask, documents=documents)
+    starts = torch.tensor([1] + [0] * 5 + [1] + [0] * 5).bool().expand(2, -1)
+    y = mixer(x, visibility=Visibility.of(mask, starts))
     for row in range(2):
         alone = [mixer(x[row : row + 1, part][:, mask[row, part]]) for part in (slice(0, 6), slice(6, 12))]
         torch.testing.assert_close(y[row][mask[row]], torch.cat(alone, 1)[0])
@@ -456,5 +456,5 @@ def test_a_key_per_head_goes_with_every_type():
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
 def test_documents_may_be_none_at_all(shape):
-    documents = Documents(torch.ones(shape, dtype=torch.bool))
-    assert build("local causal")(torch.randn(*shape, WIDTH), documents=documents).shape == (*shape, WIDTH)
+    seen = Visibility.of(None, torch.ones(shape, dtype=torch.bool))
+    assert build("local causal")(torch.randn(*shape, WIDTH), visibility=seen).shape == (*shape, WIDTH)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aft_hf.portable_aft as portable
-from aft_hf import AFTConv, AFTLocal
+from aft_hf import AFTConv, AFTLocal, mixing_aft
 from aft_hf.mixing_aft import Mixing, mix
 from aft_hf.position_biases_aft import Dense, GridKernel
 
@@ -64,7 +64,7 @@ def test_a_grid_too_large_for_a_table_is_convolved(size, heads, grid_size, convo
 )
 def test_a_convolution_is_exact_where_all_biases_of_a_kernel_are_far_from_0(grid_size, center, convolved, monkeypatch):
     """A kernel of 7 x 7 reaches every pair of a grid of 4 x 4. A backend that reads it does not convolve it."""
-    monkeypatch.setattr(portable, "can_read_values", lambda *tensors: False)
+    monkeypatch.setattr(portable, "_ask_now", lambda condition, *tensors: None)
     mixer = on_grid(7)
     torch.nn.init.uniform_(mixer.kernel, center - 1.0, center + 1.0)
     x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
@@ -90,7 +90,7 @@ def test_a_convolution_is_exact_where_biases_are_very_negative_or_span_more_than
 @pytest.mark.parametrize("length", (7, 8, 9, 40))
 def test_chunks_of_any_length_equal_the_reference(causal, connected, length, monkeypatch):
     monkeypatch.setattr(portable, "CHUNK_SIZE", 4)
-    monkeypatch.setattr(portable, "FEW_CHUNKS", 1)
+    monkeypatch.setattr(mixing_aft, "FEW_CHUNKS", 1)
     options = {"causal": causal, "global_connectivity": connected, "position_bias_dim": 3, "use_query": False}
     mixer = AFTLocal(WIDTH, 40, 3, implementation="portable", position_bias_init_std=1.0, **options)
     assert_equal_to_the_reference(mixer, torch.randn(2, length, WIDTH))

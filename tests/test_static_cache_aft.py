@@ -8,7 +8,7 @@ from tiny_models import language_model
 from transformers import CompileConfig
 
 from aft_hf import AFTCache, AFTForCausalLM
-from aft_hf.caching_aft import AFTStaticLayerState
+from aft_hf.caching_aft import AFTLayerState
 
 
 STATIC_TYPES = {
@@ -64,7 +64,7 @@ def test_a_static_cache_gives_the_tokens_of_no_cache_and_the_attentions_of_a_dyn
     torch.testing.assert_close(found.attentions, dynamic.attentions, rtol=1e-4, atol=1e-5)
     cache = found.cache
     assert isinstance(cache, AFTCache) and cache.is_compileable and len(cache.layers) == len(model.aft.layers)
-    assert all(isinstance(layer, AFTStaticLayerState) for layer in cache.layers)
+    assert all(isinstance(layer, AFTLayerState) and layer.is_compileable for layer in cache.layers)
     assert int(cache.get_seq_length()) == 9 + 12 - 1
     beams, static = (
         model.generate(**prompts, max_new_tokens=6, num_beams=3, do_sample=False, cache_implementation=name)

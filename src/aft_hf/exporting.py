@@ -7,18 +7,15 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from .caching_aft import AFTCache, AFTLayerState, AFTStaticLayerState
+from .caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from .mixers_aft import AFTMixer
 from .modeling_aft import AFTForCausalLM, AFTLayer
-
-
-STATE = ("keys", "values", "numerator", "denominator", "maximum")  # of a layer, see `AFTLayerState`
 
 
 def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.Tensor]:
     """Return the state before the first token: the inputs of the program besides `input_ids`.
 
-    `seen`, (B,) int64, counts the tokens of each row; `I.keys` and the other names of `STATE` are the float32 tensors
+    `seen`, (B,) int64, counts the tokens of each row; `I.keys` and the other names of `SUMS_AND_WINDOW` are the float32 tensors
     of layer I. The batch is the first dimension of all tensors, and their size is constant.
 
     Raises:
@@ -29,7 +26,7 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
         empty = AFTLayerState(window)
         widths = mixer.k_proj.out_features, mixer.v_proj.out_features
         empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
-        state |= {f"{index}.{name}": getattr(empty, name) for name in STATE}
+        state |= {f"{index}.{name}": getattr(empty, name) for name in SUMS_AND_WINDOW}
     # Layers without a window have no keys and values.
     return {name: tensor for name, tensor in state.items() if tensor.numel() > 0}
 
@@ -90,23 +87,28 @@ class _Step(nn.Module):
         logits = self.model(input_ids=input_ids, cache=cache, use_cache=True).logits
         following = {"seen": state["seen"] + 1}
         for index, after in enumerate(cache.layers):
-            following |= {f"{index}.{name}": getattr(after, name) for name in STATE}
+            following |= {f"{index}.{name}": getattr(after, name) for name in SUMS_AND_WINDOW}
         return logits, *(following[name] for name in state)
 
 
-class _StepState(AFTStaticLayerState):
+class _StepState(AFTLayerState):
     """State of a layer whose tensors are inputs of the program; they are replaced and not changed in place."""
 
-    store = AFTLayerState.store
-
     def __init__(self, window: int, index: int, state: dict[str, torch.Tensor]):
-        super().__init__(window, max_length=0)
-        for name in STATE[2:]:
+        super().__init__(window)
+        for name in SUMS_AND_WINDOW[2:]:
             setattr(self, name, state[f"{index}.{name}"])
         self.keys, self.values = (
             state.get(f"{index}.{name}", like[:, :, :0])
             for name, like in (("keys", self.maximum), ("values", self.numerator))
         )
-        # `seen` of a layer is `cumulative_length - padding`.
-        self.cumulative_length, self.padding = torch.zeros_like(state["seen"][0]), -state["seen"]
+        # `seen` is `cumulative_length - padding`, and the program does not depend on the length.
+        self.padding, self.device = -state["seen"], state["seen"].device
         self.padded, self.is_initialized, self.is_empty = True, True, False
+
+    def store(self, **tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+
+    def tokens_after(self, length: int, limit: int) -> int:
+        return length  # the program checks nothing

@@ -14,8 +14,8 @@ from transformers.activations import ACT2FN
 
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
-from .mixing_aft import Documents, Mixing, mix, mixing_weights, without_padding
-from .portable_aft import can_read_values, full_precision, has_no_hooks
+from .mixing_aft import Mixing, Visibility, mix, mixing_weights
+from .portable_aft import hide, read
 from .position_biases_aft import (
     Dense,
     GridKernel,
@@ -109,7 +109,8 @@ class AFTMixer(nn.Module):
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
         parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none
-        with full_precision(parameter.device.type):
+        device_type = parameter.device.type
+        with torch.autocast("cpu" if device_type == "meta" else device_type, enabled=False):
             return self.biases(parameter, grid_size).dense(seq_len)
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
@@ -126,7 +127,7 @@ class AFTMixer(nn.Module):
         *,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        documents: Documents | None = None,
+        visibility: Visibility | None = None,
         grid_size: tuple[int, int] | None = None,
         state: AFTLayerState | None = None,
         output_attentions: bool = False,
@@ -139,64 +140,98 @@ class AFTMixer(nn.Module):
             attention_mask: (B, T') with 0 for padding, or boolean (B or 1, T, T') with False where a key is hidden
                 from a query. Padding has no position.
             position_ids: (B or 1, T), positions other than 0, 1, 2, ... of the real tokens.
-            documents: the documents that are packed into the rows; a document sees no other document.
+            visibility: in place of a (B, T) mask, the padding and the packed documents of the rows; a document sees
+                no other document.
             grid_size: (rows, columns) of the input, for a mixer on a grid. Default: a square.
             state: the cache of a causal mixer, updated in place; `query` then continues the cached tokens.
             output_attentions: whether to also return the implicit attention (Eq. 3), (B, d, T, T').
 
         Returns:
-            (B, T, d), and the attention if requested. The average of a query that sees no key, or that is padding of a
-            causal mixer, is 0.
+            (B, T, d), and the attention if requested. The average of a query that sees no key, or that is padding, is
+            0.
         """
         if torch.jit.is_tracing():
             raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
         key = query if key is None else key
         value = query if value is None else value
-        self._check_inputs(query, key, value, attention_mask, position_ids, documents, state)
+        self._check_inputs(query, key, value, attention_mask, position_ids, visibility, state)
+        pair_mask = None
+        if attention_mask is not None and attention_mask.dim() == 3:
+            pair_mask = attention_mask.bool()
+        elif attention_mask is not None:
+            visibility = Visibility.of(attention_mask, may_wait=False)
         longest: int | None = max(key.shape[1], query.shape[1])
-        if documents is not None:
-            longest = documents.longest()
+        if visibility is not None and visibility.is_packed:
+            longest = visibility.longest
         elif state is not None and self.max_positions is not None:
             longest = state.tokens_after(query.shape[1], self.max_positions)
         _, grid_size = self._check_size(longest or 1, grid_size)
-        gate, attentions = None if self.q_proj is None else self.q_proj(query), None
-        is_sigmoid = type(self.query_activation) is nn.Sigmoid and has_no_hooks(self.query_activation)
-        # The sigmoid is applied with Eq. 2.
-        fused = is_sigmoid and not output_attentions
+        gate, activation = None if self.q_proj is None else self.q_proj(query), self.query_activation
+        # The operators apply the sigmoid. Hooks of the module need a call of their own.
+        fused = type(activation) is nn.Sigmoid and not (
+            output_attentions or activation._forward_hooks or activation._forward_pre_hooks
+        )
+        gate = gate if gate is None or fused else activation(gate)
+        # Positional, since the time of a decoding step is mostly the overhead of calls.
+        given = query, self.k_proj(key), self.v_proj(value), gate, pair_mask, position_ids, visibility, grid_size
+        device_type = query.device.type
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                context, attentions = self._mix(*given, state, fused, output_attentions)
+        else:
+            context, attentions = self._mix(*given, state, fused, output_attentions)
+        output = self.o_proj(context)
+        if output is context and context.requires_grad:
+            output = context.clone()  # the output may be modified; the backward pass needs the context
+        return output if attentions is None else (output, attentions)
+
+    def _mix(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor | None,
+        pair_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        visibility: Visibility | None,
+        grid_size: tuple[int, int] | None,
+        state: AFTLayerState | None,
+        fused: bool,
+        output_attentions: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute Eq. 2 from the projections, (B, T, d), and Eq. 3 if requested. The sigmoid of a `fused` gate is
+        applied here.
+        """
         problem = Mixing(
-            self.k_proj(key),
-            self.v_proj(value),
+            key,
+            value,
             self.num_heads,
             self.biases(query, grid_size),
             self.causal,
             query.shape[1],
-            *_masks(attention_mask),
+            visibility,
+            pair_mask,
             position_ids,
-            documents,
-            query=gate if fused else None,
+            gate if fused else None,
         )
-        gate = None if gate is None or fused else self.query_activation(gate)
-        with full_precision(query.device.type):
-            if output_attentions:
-                seen = problem if state is None else state.record(problem)
-                attentions = _attentions(seen, gate, query.shape[1])
-            if output_attentions and state is None:
-                # The output is computed from the attention, gate included, so that gradients reach the attention.
-                values = widen(without_padding(problem, moved=False)[0].value)
-                context, gate = torch.einsum("bdts,bsd->btd", attentions, values), None
-            else:
-                context = self.mix(problem, state)
-        context = context.to(problem.value.dtype)
-        if self.causal and problem.padding_mask is not None and context.shape[:2] == problem.padding_mask.shape:
-            # A padding query has no position in the order of the tokens, and must not see later tokens of the row.
-            context = context.masked_fill(~problem.padding_mask.unsqueeze(-1), 0.0)
-        output = self.o_proj(context if gate is None else gate * context)
-        if output is context and context.requires_grad:
-            output = context.clone()  # the output may be modified; the backward pass needs the context
-        return output if attentions is None else (output, attentions.to(problem.value.dtype))
+        attentions = None
+        if output_attentions:
+            attentions = _attentions(problem if state is None else state.record(problem), gate, query.shape[1])
+        if attentions is None or state is not None:
+            context = self.mix(problem, state)
+            context = context if gate is None or fused else gate * context
+        else:  # the output is computed from the attention, gate included, so that gradients reach the attention
+            if visibility is not None:
+                _, value = hide(key, value, ~visibility.real.unsqueeze(-1))
+            context = torch.einsum("bdts,bsd->btd", attentions, widen(value))
+        dtype = value.dtype
+        return context.to(dtype), None if attentions is None else attentions.to(dtype)
 
     def mix(self, problem: Mixing, state: AFTLayerState | None = None) -> torch.Tensor:
         """Compute Eq. 2 for a problem of this mixer, after the tokens of the state if there is one: (B, T, d)."""
+        seen = problem.visibility
+        if seen is not None and seen.is_shard:
+            return seen.mix(self, problem, state)
         return mix(problem, self.implementation) if state is None else state.mix(problem, self.implementation)
 
     def _check_inputs(
@@ -206,7 +241,7 @@ class AFTMixer(nn.Module):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
-        documents: Documents | None,
+        visibility: Visibility | None,
         state: AFTLayerState | None,
     ) -> None:
         alone = key is query and value is query
@@ -228,8 +263,10 @@ class AFTMixer(nn.Module):
                 raise ValueError(
                     f"a 3-D attention_mask must be boolean, True where a query sees a key, got {attention_mask.dtype}"
                 )
-        if documents is not None and (position_ids is not None or queries != keys):
-            raise ValueError("packed documents need inputs without position_ids, and one length for queries and keys")
+            if visibility is not None:
+                raise ValueError("give either attention_mask or visibility, which describes padding as well")
+        if visibility is not None and (position_ids is not None or queries != keys):
+            raise ValueError("a visibility needs inputs without position_ids, and one length for queries and keys")
         if position_ids is not None:
             if self.spatial_dims == 2:
                 raise ValueError("position_ids are for sequences; an AFTConv on a grid takes positions from grid_size")
@@ -239,11 +276,11 @@ class AFTMixer(nn.Module):
                     f"{tuple(position_ids.shape)}"
                 )
             # Not on an accelerator, where the host would have to wait for the values.
-            if can_read_values(position_ids) and position_ids.numel() > 0:
-                lowest, highest = map(int, position_ids.aminmax())
-                if lowest < 0:
+            if position_ids.device.type == "cpu" and position_ids.numel() > 0:
+                lowest, highest = (read(x) for x in position_ids.aminmax())
+                if lowest is not None and lowest < 0:
                     raise ValueError(f"position_ids must not be negative, got {lowest}")
-                self._check_size(highest + 1, None)
+                self._check_size(1 if highest is None else highest + 1, None)
         if state is not None:
             if not self.causal or key is not query or position_ids is not None:
                 raise ValueError("a state needs a causal mixer, and one input without position_ids")
@@ -254,16 +291,6 @@ class AFTMixer(nn.Module):
     def extra_repr(self) -> str:
         names = ("max_positions", "num_heads", "causal", "implementation")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name, None) is not None)
-
-
-def _masks(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return an attention mask as padding mask, None without padding, or as pair mask."""
-    if attention_mask is None:
-        return None, None
-    mask = attention_mask.bool()
-    if mask.dim() == 3:
-        return None, mask
-    return (None if can_read_values(mask) and mask.all() else mask), None
 
 
 def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> torch.Tensor:

@@ -5,35 +5,33 @@ Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103) mix positi
     Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt')        (Eq. 2, before the query's gate)
 
 element-wise in the features. A `Mixing` holds one such problem. `mix` computes it by an operator of an installed
-aft-hf if there is one for it, and otherwise by the portable form (`portable_aft.py`).
+aft-hf if the device has one, and otherwise by the portable form (`portable_aft.py`).
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from .portable_aft import (
-    are_plain_tensors,
-    can_read_values,
-    flush_gradient,
-    is_short,
-    join_heads,
-    pairwise_mixing,
-    portable_mixing,
-    power_of_two_from,
-    split_heads,
+from . import portable_aft as portable
+from .portable_aft import join_heads, power_of_two_from, read, split_heads
+from .position_biases_aft import (
+    Dense,
+    GridKernel,
+    LagKernel,
+    PositionBias,
+    Window,
+    widen,
+    working_dtype,
 )
-from .position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, PositionBias, Window, widen
 
 
 logger = logging.get_logger(__name__)
 
-# -------- packed documents
+# -------- who sees whom
 
 # The model inputs that describe packed documents. Attention kernels need all of them; AFT needs `position_ids` or
 # `cu_seq_lens_q`.
@@ -41,156 +39,140 @@ PACKING_INPUTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
-    """The documents of a batch.
+class Visibility:
+    """Which tokens of its row each token may see: the real tokens of its document. Made by `of`, once for all layers.
 
-    Args:
-        starts: (B, T) boolean, True at the first token of each document, and at the first token of each row.
-        offsets: (B,), the position of the first token of each row in its document, for rows that continue a document;
-            None for 0.
+    Attributes:
+        real: (B, T) boolean, False for padding.
+        document: (B, T), the number of each token's document in its row.
+        position: (B, T), the position of each token in its document, which does not count padding.
+        first: (B, T), for each token the first token that it sees, T for padding. None if padding lies between the
+            tokens of a document, or may do so in a traced program.
+        is_packed: whether rows may hold several documents.
+        longest: the length of the longest document; None in a traced program.
+        order: for rows without packed documents, if padding may lie before real tokens: two permutations (B, T), which
+            move padding behind the real tokens and back.
     """
 
-    starts: torch.Tensor
-    offsets: torch.Tensor | None = None
+    real: torch.Tensor
+    document: torch.Tensor
+    position: torch.Tensor
+    first: torch.Tensor | None
+    is_packed: bool
+    longest: int | None
+    order: tuple[torch.Tensor, torch.Tensor] | None
+
+    is_shard = False  # True for the shards of context parallelism, which have a `mix` of their own
 
     @classmethod
-    def from_position_ids(cls, position_ids: torch.Tensor, batch_size: int) -> "Documents":
-        """Return the documents for positions (B or 1, T), which start again at 0 with each document."""
-        starts = position_ids == 0
-        starts = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1)
-        return cls(starts.expand(batch_size, -1))
+    def of(
+        cls, mask: torch.Tensor | None, starts: torch.Tensor | None = None, *, may_wait: bool = True
+    ) -> "Visibility | None":
+        """Return who sees whom; None if each row is known to be one document without padding.
 
-    @classmethod
-    def from_cumulative_lengths(cls, cu_seq_lens: torch.Tensor, batch_size: int, length: int) -> "Documents":
-        """Return the documents for cumulative lengths (N + 1,) over all rows concatenated, from 0 to B T."""
-        starts = torch.arange(length, device=cu_seq_lens.device).eq(0).repeat(batch_size)
-        # The last boundary is the end of the last document. It marks an extra entry, which is dropped.
-        starts = torch.cat([starts, starts[:1]]).index_fill(0, cu_seq_lens.long(), True)[:-1]
-        return cls(starts.view(batch_size, length))
+        Args:
+            mask: (B, T), 0 for padding; None without padding.
+            starts: (B, T) boolean, True where a document starts; the first token of a row starts one anyway. None for
+                one document in each row.
+            may_wait: whether the host may wait for an accelerator to read what the tensors say.
 
-    @property
-    def can_be_unpacked(self) -> bool:
-        """Whether the host can read the number and lengths of documents; False in a traced program and on meta."""
-        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        return not traced and self.starts.device.type != "meta"
+        Raises:
+            ValueError: the mask has floats other than 0 and 1.
+        """
+        may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
+        if mask is not None and mask.is_floating_point() and may_read and portable.ask((mask != 0) & (mask != 1)):
+            raise ValueError(
+                "attention_mask must be 1 for tokens and 0 for padding, got other floats: for a mask that is added to "
+                "logits (0 and -inf, as in nn.MultiheadAttention), give mask == 0"
+            )
+        like = starts if mask is None else mask
+        if like is None:
+            return None
+        real = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
+        places = torch.arange(like.shape[1], device=like.device)
+        begins = (places == 0).expand_as(real) if starts is None else starts | (places == 0)
+        before = real.cumsum(1) - real.long()
+        position = before - torch.where(begins, before, 0).cummax(1).values
+        first = torch.where(real & (position == 0), places, 0).cummax(1).values
+        holes = real & (places - first != position)
+        facts = torch.stack([(~real).any(), begins[:, 1:].any(), holes.any(), (~real[:, :1]).any()])
+        known = read(facts) if may_read else None
+        padded, packed, has_holes, leads = known or (True, starts is not None, mask is not None, True)
+        if not (padded or packed):
+            return None
+        longest = read(torch.where(real, position + 1, 0).amax() if real.numel() else places.sum()) if known else None
+        order = None
+        if not packed and (has_holes or leads):
+            back = torch.where(real, position, real.sum(1, keepdim=True) + (~real).cumsum(1) - 1)
+            order = (~real).long().argsort(dim=1, stable=True), back
+        first = None if has_holes else first.masked_fill(~real, like.shape[1])
+        return cls(real, begins.cumsum(1), position, first, packed, longest, order)
 
-    def longest(self) -> int | None:
-        """Return the length of the longest document; None if the host cannot read it, or would have to wait for it."""
-        known = can_read_values(self.starts) or (self.can_be_unpacked and "rows" in vars(self))
-        return max((rows.index.shape[1] for rows in self.rows), default=0) if known else None
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Documents":
-        """Return the documents on another device, as hooks of models that are dispatched to several devices need."""
-        starts, offsets = self.starts.to(device, non_blocking=non_blocking), self.offsets
-        offsets = offsets if offsets is None else offsets.to(device, non_blocking=non_blocking)
-        return self if starts is self.starts else Documents(starts, offsets)
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Visibility":
+        """Return a copy on another device, as hooks of models that are dispatched to several devices need."""
+        if self.real.device == torch.device(device):
+            return self
+        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if torch.is_tensor(x)}
+        order = None if self.order is None else tuple(x.to(device) for x in self.order)
+        return replace(self, **moved, order=order)
 
     def pairs(self) -> torch.Tensor:
-        """Return whether two tokens belong to the same document, (B, T, T)."""
-        document = self.starts.cumsum(1)
-        return document[:, :, None] == document[:, None, :]
+        """Return whether a token sees another one, (B, T, T), before any causal mask."""
+        document = torch.where(self.real, self.document, 0)
+        return (document[:, :, None] == document[:, None, :]) & self.real[:, None]
 
-    def positions(self, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the position of each token in its document, not counting padding, (B, T)."""
-        counted = torch.ones_like(self.starts) if padding_mask is None else padding_mask.bool()
-        before = counted.cumsum(1) - counted.long()
-        positions = before - torch.where(self.starts, before, 0).cummax(1).values
-        if self.offsets is None:
-            return positions
-        continues = self.starts.cumsum(1) == self.starts[:, :1].long()  # the first document of a row
-        return positions + torch.where(continues, self.offsets[:, None], 0)
-
-    def first_positions(self) -> torch.Tensor:
-        """Return for each token the index in its row at which its document starts, (B, T)."""
-        places = torch.arange(self.starts.shape[1], device=self.starts.device)
-        return torch.where(self.starts, places, 0).cummax(1).values
-
-    def moved(self, order: torch.Tensor) -> "Documents":
-        """Return the documents after tokens move to places order[b, t], where each document stays contiguous."""
-        document = torch.zeros_like(order).scatter(1, order, self.starts.cumsum(1))
-        return Documents(torch.diff(document, prepend=torch.zeros_like(document[:, :1])) != 0)
-
-    @cached_property
-    def rows(self) -> list["DocumentRows"]:
-        """All documents as rows, in batches of documents with the same first position whose lengths have the same next
-        power of two.
-
-        Computed once for all layers, since the host has to read the lengths.
+    def rows(self) -> "list[torch.Tensor] | None":
+        """Return the documents as rows, (N, L) indices into the tokens of the batch, B T after the end of a document:
+        a batch for all documents whose lengths have the same next power of two. None in a traced program.
         """
-        first = self.starts.flatten().nonzero().squeeze(1)
-        lengths = torch.diff(first, append=first.new_tensor([self.starts.numel()]))
-        positions = torch.zeros_like(lengths)
-        if self.offsets is not None:
-            positions[first % self.starts.shape[1] == 0] = self.offsets
-        batches: dict[tuple[int, int], list[int]] = {}
-        for document, (length, position) in enumerate(zip(lengths.tolist(), positions.tolist())):
-            batches.setdefault((power_of_two_from(length), position), []).append(document)
+        if self.longest is None:
+            return None
+        index = self.real.flatten().nonzero().squeeze(1)
+        starts = (self.position.flatten()[index] == 0).nonzero().squeeze(1)
+        lengths = torch.diff(starts, append=starts.new_tensor([len(index)]))
+        index = torch.cat([index, index.new_tensor([self.real.numel()])])
+        groups: dict[int, list[int]] = {}
+        for document, length in enumerate(lengths.tolist()):
+            groups.setdefault(power_of_two_from(length), []).append(document)
         rows = []
-        for (_, position), documents in batches.items():
-            chosen = torch.tensor(documents, device=first.device)
-            steps = torch.arange(int(lengths[chosen].max()), device=first.device)
-            inside = steps < lengths[chosen, None]
-            rows.append(DocumentRows(torch.where(inside, steps, 0) + first[chosen, None], inside, position))
+        for documents in groups.values():
+            chosen = torch.tensor(documents, device=index.device)
+            steps = torch.arange(int(lengths[chosen].max()), device=index.device)
+            place = torch.where(steps < lengths[chosen, None], starts[chosen, None] + steps, len(index) - 1)
+            rows.append(index[place])
         return rows
 
 
-@dataclass(frozen=True, eq=False)
-class DocumentRows:
-    """A batch of documents as rows (N, L) that are padded on the right: the index of each token in the concatenated
-    rows of the batch, whether it is in the document, and the position of the first tokens in their documents.
-    """
-
-    index: torch.Tensor
-    inside: torch.Tensor
-    position: int = 0
-
-    def take(self, x: torch.Tensor, fill: float) -> torch.Tensor:
-        """Copy the documents from x: (B, T, c) -> (N, L, c), with `fill` after each document."""
-        return x.flatten(0, 1)[self.index].masked_fill(~self.inside.unsqueeze(-1), fill)
-
-    def put(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy of x (B, T, c) with the documents replaced by `rows` (N, L, c)."""
-        return x.flatten(0, 1).index_put((self.index[self.inside],), rows[self.inside]).view_as(x)
-
-
-def packed_documents(
-    inputs: dict[str, torch.Tensor | None],
-    mask: torch.Tensor | None,
-    batch_size: int,
-    length: int,
-    *,
-    may_wait: bool = True,
-) -> Documents | None:
-    """Return the documents that `position_ids` or `cu_seq_lens_q` among the `PACKING_INPUTS` of a model describe; None
-    if neither is given, or if each row is known to be one document, for which the host waits if it `may_wait`.
+def visibility_of(
+    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+) -> Visibility | None:
+    """Return who sees whom for the padding mask (B, T) and the `PACKING_INPUTS` of a model, which describe packed
+    documents by `position_ids` or `cu_seq_lens_q`.
 
     Raises:
-        ValueError: the positions do not describe documents, or packed documents are combined with a 3-D mask.
+        ValueError: the positions do not describe documents.
     """
-    position_ids, boundaries = inputs["position_ids"], inputs["cu_seq_lens_q"]
+    position_ids, boundaries, starts = inputs["position_ids"], inputs["cu_seq_lens_q"], None
     if boundaries is not None:
-        documents = Documents.from_cumulative_lengths(boundaries, batch_size, length)
+        starts = torch.zeros(batch_size * length + 1, dtype=torch.bool, device=boundaries.device)
+        # The last boundary is the end of the last document. It marks an extra entry, which is dropped.
+        starts = starts.index_fill(0, boundaries.long(), True)[:-1].view(batch_size, length)
     elif position_ids is not None:
         if position_ids.shape not in ((batch_size, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
-        documents = Documents.from_position_ids(position_ids, batch_size)
-        if can_read_values(position_ids):
-            wrong = documents.positions() != position_ids
-            if mask is not None and mask.shape == wrong.shape:
-                wrong &= mask.bool()  # positions of padding are ignored
-            if wrong.any():
-                raise ValueError(
-                    "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
-                    "rows, omit position_ids and pass attention_mask"
-                )
-    else:
-        return None
-    can_read = documents.can_be_unpacked if may_wait else can_read_values(documents.starts)
-    if can_read and not documents.starts[:, 1:].any():  # each row is one document
-        return None
-    if mask is not None and mask.dim() == 3:
-        raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
-    return documents
+        starts = (position_ids == 0).expand(batch_size, -1)
+    visibility = Visibility.of(mask, starts)
+    if position_ids is not None and boundaries is None and position_ids.device.type == "cpu":
+        plain = torch.arange(length, device=position_ids.device)
+        wrong = position_ids != (plain if visibility is None else visibility.position)
+        if visibility is not None:
+            wrong &= visibility.real  # positions of padding are ignored
+        if portable.ask(wrong):
+            raise ValueError(
+                "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
+                "rows, omit position_ids and pass attention_mask"
+            )
+    return visibility
 
 
 # -------- what is asked
@@ -208,11 +190,10 @@ class Mixing:
         biases: w.
         causal: whether position t sees only t' <= t.
         num_queries: T, the number of queries; None for T = T'.
-        padding_mask: (B, T') boolean, False for padding. If w depends on the order of tokens, positions count from
-            the first real token of a row. The outputs of padding queries are undefined.
+        visibility: the padding among the keys, and packed documents if T = T'; None if each query sees all keys. If w
+            depends on the order of tokens, positions do not count padding.
         pair_mask: (B or 1, T, T') boolean, False where a key is hidden from a query.
         positions: (B or 1, T), positions of queries and keys other than 0, 1, 2, ...; then T = T'.
-        documents: the documents that are packed into the rows; None if each row is one sequence.
         query: (B, T, d); the averages are multiplied by sigmoid(query). None for the averages alone.
     """
 
@@ -222,10 +203,9 @@ class Mixing:
     biases: PositionBias
     causal: bool = False
     num_queries: int | None = None
-    padding_mask: torch.Tensor | None = None
+    visibility: Visibility | None = None
     pair_mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    documents: Documents | None = None
     query: torch.Tensor | None = None
 
     @property
@@ -249,141 +229,82 @@ class Mixing:
         queries = torch.arange(count, device=device).unsqueeze(0)
         keys = torch.arange(self.length, device=device).unsqueeze(0)
         masks = [] if self.pair_mask is None else [self.pair_mask]
+        in_order = count == self.length
         if self.causal:
             masks.append((queries.mT >= keys).unsqueeze(0))
-        if self.padding_mask is not None:
-            masks.append(self.padding_mask.unsqueeze(1))
-        in_order = False
+        if self.visibility is not None:
+            masks.append(self.visibility.pairs() if in_order else self.visibility.real.unsqueeze(1))
         if self.positions is not None:
             queries = keys = self.positions
-        elif self.documents is not None:
-            masks.append(self.documents.pairs())
-            queries = keys = self.documents.positions(self.padding_mask)
-        elif self.padding_mask is not None and self.biases.ordered:
-            keys = real_tokens_first(self.padding_mask)
-            queries = keys if count == self.length else queries.expand(len(keys), -1)
-        else:
-            in_order = count == self.length
+            in_order = False
+        elif self.visibility is not None and (self.biases.ordered or self.visibility.is_packed):
+            keys = self.visibility.position
+            queries = keys if in_order else queries.expand(len(keys), -1)
+            in_order = False
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
         return bias, reduce(torch.bitwise_and, masks).unsqueeze(1) if masks else None
 
 
-# -------- operators
+# -------- which form
 
 # The namespace of the operators of an installed aft-hf, which `aft_hf.kernels.operators` describes.
-OPERATORS = "aft_hf_v1"
+OPERATORS = "aft_hf_v2"
 
 # Maximum number of entries of the table of a grid, of all heads, where there is no operator for grids.
 LARGEST_TABLE = 2**24
 
+# Bidirectional windows are computed by running sums for sequences of more chunks than this; a table is faster for
+# fewer.
+FEW_CHUNKS = 16
+
 # Heads with fewer features do not fill a vector of the kernels for tables.
 FEW_FEATURES = 16
 
-# The (operator, type of device) that have been found.
-_found: set[tuple[str, str]] = set()
+# Whether an imported aft-hf has an operator for a type of device: what `provides` has found.
+_provided: dict[tuple[str, str], bool] = {}
 
 
 @torch.compiler.assume_constant_result
-def has_operator(name: str, device_type: str) -> bool:
+def provides(name: str, device_type: str) -> bool:
     """Whether an imported aft-hf provides an operator for a type of device.
 
     It is found by name, since a checkpoint's own copy of this file does not belong to the package.
     """
-    if (name, device_type) in _found:
-        return True
-    if device_type not in ("cpu", "cuda") or not hasattr(getattr(torch.ops, OPERATORS), name):
-        if device_type == "cpu":
-            logger.warning_once("on a CPU, the kernels of `pip install aft-hf` make AFT faster, after `import aft_hf`")
-        return False
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{OPERATORS}::{name}", device_type.upper()):
-        _found.add((name, device_type))
-    return (name, device_type) in _found
+    known = _provided.get((name, device_type))
+    if known is None:
+        package = getattr(torch.ops, OPERATORS)
+        if not hasattr(package, "provides"):  # the package may be imported later
+            if device_type in ("cpu", "cuda"):
+                logger.warning_once(
+                    f"AFT computes with PyTorch operations, which take several times longer on a {device_type} device "
+                    "than the kernels of the package aft_hf: install it from the repository of this model's code, and "
+                    "import aft_hf"
+                )
+            return False
+        known = _provided[name, device_type] = package.provides(name, device_type)
+    return known
 
 
-def _operator_takes(name: str, problem: Mixing, implementation: str) -> bool:
-    """Whether there is an operator for the tensors of a problem: their device, their dtypes, and how they are run."""
-    if implementation != "auto" or problem.is_pairwise or torch._C._are_functorch_transforms_active():
-        return False
-    if problem.query is not None and problem.query.shape != problem.value.shape:
-        return False
-    given = [x for x in (problem.query, problem.key, problem.value) if x is not None]
-    if {x.dtype for x in given} not in ({torch.float32}, {torch.bfloat16}) or torch.compiler.is_exporting():
-        return False
-    tensors = [*given, *problem.biases.tensors()]
-    if any(x.device != problem.value.device or x.dtype == torch.float64 for x in tensors):
-        return False
-    runs = torch.compiler.is_compiling() or are_plain_tensors(*tensors)
-    return runs and has_operator(name, problem.value.device.type)
-
-
-def _operators_for(problem: Mixing) -> Iterator[str]:
-    """Yield the operators that compute a problem without a padding mask efficiently, the best one first."""
-    biases, length = problem.biases, problem.length
-    if problem.causal and biases.reach is not None:
-        if not isinstance(biases, (NoBias, LinearDecay)) or problem.key.shape == problem.value.shape:
-            yield "causal"  # without a window, keys are per feature
-        return
-    if problem.documents is not None:
-        return
-    one_row = isinstance(biases, LagKernel) and not (biases.causal or biases.hides_outside)
-    if (isinstance(biases, GridKernel) and not problem.causal) or one_row:
-        yield "grid"
-    if isinstance(biases, GridKernel):
-        is_small = problem.num_heads * length**2 <= LARGEST_TABLE
-    elif isinstance(biases, (Window, LagKernel)):
-        is_small = is_short(biases.reach, length)
-    else:
-        is_small = isinstance(biases, Dense)
-    if is_small and not (biases.hides_outside and problem.value.is_cuda):  # Triton kernels multiply hidden values by 0
-        yield "table"
-
-
-def has_state_operator(problem: Mixing, implementation: str) -> bool:
-    """Whether the operator `causal_state`, which has no gradients, computes a problem without a padding mask."""
-    tensors = (problem.query, problem.key, problem.value, *problem.biases.tensors())
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return False
-    return "causal" in _operators_for(problem) and _operator_takes("causal", problem, implementation)
+def uses_operator(name: str, implementation: str, device: torch.device) -> bool:
+    """Whether an operator computes: it falls back to the portable form for inputs that its kernels do not take."""
+    return implementation == "auto" and not torch.compiler.is_exporting() and provides(name, device.type)
 
 
 def window_and_slopes(problem: Mixing, start: int | torch.Tensor = 0) -> tuple[torch.Tensor | None, ...]:
     """Return w as the causal operators take it; the first token has position `start`."""
-    biases, length = problem.biases, problem.length
+    biases, length, dtype = problem.biases, problem.length, working_dtype(problem.value)
     if (
         isinstance(biases, Window)
         and biases.key is not None
-        and biases.key.dtype == biases.query.dtype
         and not isinstance(start, torch.Tensor)
-        and has_operator("band", biases.device.type)
+        and uses_operator("band", "auto", problem.value.device)
     ):
-        bias = torch.ops.aft_hf_v1.band(biases.query, biases.key, start, length, biases.size)
+        bias = torch.ops.aft_hf_v2.band(biases.query, biases.key, start, length, biases.size)
         bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
     else:
         bias = biases.by_lag(length, start)
     slopes = biases.slopes
-    return None if bias is None else bias.float(), None if slopes is None else slopes.float()
-
-
-def _by_operator(name: str, problem: Mixing) -> torch.Tensor:
-    """Compute a problem by an operator, gate included."""
-    biases: Any = problem.biases
-    given = problem.query, problem.key, problem.value
-    if name == "causal":
-        first = None if problem.documents is None else problem.documents.first_positions()
-        return torch.ops.aft_hf_v1.causal(*given, *window_and_slopes(problem), first, biases.hides_outside)
-    if name == "grid":
-        kernels, is_row = biases.kernels.float(), isinstance(biases, LagKernel)
-        kernels, size = (kernels.unsqueeze(1), (1, problem.length)) if is_row else (kernels, biases.grid_size)
-        return torch.ops.aft_hf_v1.grid(*given, kernels, *size, biases.hides_outside)
-    bias, (rows, length, width) = biases.dense(problem.length).float(), problem.value.shape
-    heads, features = problem.num_heads, width // problem.num_heads
-    if rows < 2 or features >= FEW_FEATURES:
-        return torch.ops.aft_hf_v1.table(*given, bias, problem.causal)
-    # All rows share w, so they can be further features of each head.
-    by_head = (x if x is None else split_heads(x, heads).expand(-1, -1, -1, features) for x in given)
-    folded = (x if x is None else x.permute(2, 1, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
-    context = torch.ops.aft_hf_v1.table(*folded, bias, problem.causal)
-    return join_heads(context.view(length, heads, rows, features).permute(2, 1, 0, 3))
+    return None if bias is None else bias.to(dtype), None if slopes is None else slopes.to(dtype)
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
@@ -402,86 +323,128 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
     if implementation == "reference":
         return reference_mixing(problem)
-    prepared, order = problem, None
-    if not problem.is_pairwise:
-        prepared, order = without_padding(problem, moved=problem.biases.ordered)
-    documents = problem.documents
-    from_start = documents is None or documents.offsets is None
-    for name in _operators_for(prepared) if from_start else ():
-        if _operator_takes(name, prepared, implementation):
-            context = _by_operator(name, prepared)
-            break
-    else:
-        if documents is not None and documents.can_be_unpacked and not problem.is_pairwise:
-            return gated(problem, _mix_documents(replace(problem, query=None), documents, implementation))
-        context = gated(prepared, _portable(prepared))
-    return context if order is None else gather(context, order)
+    seen = problem.visibility
+    if problem.is_pairwise:
+        return _pairwise(problem)
+    if seen is None or (
+        problem.causal
+        and problem.biases.reach is not None
+        and seen.first is not None
+        and not (seen.is_packed and torch.compiler.is_exporting())
+    ):
+        return _mix_whole(problem, implementation)
+    if seen.is_packed:
+        return _mix_documents(problem, implementation)
+    problem, order = without_padding(problem)
+    return with_padding(mix(problem, implementation), seen, order)
 
 
-def gated(problem: Mixing, context: torch.Tensor) -> torch.Tensor:
-    """Multiply averages by sigmoid(query) if the problem has a query."""
-    return context if problem.query is None else torch.sigmoid(problem.query) * context
+def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
+    """Compute rows that are whole sequences, or causal ones with `first`, by the function for the structure of w."""
+    biases: Any = problem.biases
+    query, key, value = problem.query, problem.key, problem.value
+    device, length, heads = value.device, problem.length, problem.num_heads
+    if problem.causal and biases.reach is not None:
+        return mix_causal(problem, implementation, None if problem.visibility is None else problem.visibility.first)
+    is_lag = isinstance(biases, LagKernel) and not problem.causal
+    on_both_sides = isinstance(biases, Window) or (is_lag and not biases.causal)
+    if isinstance(biases, GridKernel) and not problem.causal:
+        given = query, key, value, biases.kernels.to(working_dtype(value)), *biases.grid_size, biases.hides_outside
+        if uses_operator("grid", implementation, device):
+            return torch.ops.aft_hf_v2.grid(*given)
+        if heads * length**2 > LARGEST_TABLE or not uses_operator("table", implementation, device):
+            return portable.grid(*given)
+    elif is_lag and on_both_sides and not biases.hides_outside and uses_operator("grid", implementation, device):
+        kernels = biases.kernels.to(working_dtype(value)).unsqueeze(1)
+        return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, False)
+    elif not problem.causal and biases.reach == 0:  # w = 0
+        average = portable.total(*(x.unsqueeze(3) for x in portable.by_head(key, value, heads))).average
+        return portable.finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
+    elif on_both_sides and (
+        torch.compiler.is_exporting()
+        or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, portable.CHUNK_SIZE))
+    ):
+        by_head = portable.by_head(key, value, heads)
+        # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
+        average = portable.recomputed(partial(portable.window, biases), *by_head)
+        return portable.finish(query, average, value.dtype)
+    # Triton kernels multiply hidden values by 0.
+    by_operator = uses_operator("table", implementation, device) and not (biases.hides_outside and value.is_cuda)
+    longest = problem.causal and torch.compiler.is_exporting() and isinstance(biases, Dense)
+    bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
+    if not by_operator:
+        return portable.table(query, key, value, bias, problem.causal, biases.hides_outside)
+    (rows, _, width), features = value.shape, value.shape[-1] // heads
+    if rows < 2 or features >= FEW_FEATURES:
+        return torch.ops.aft_hf_v2.table(query, key, value, bias, problem.causal)
+    # All rows share w, so they can be further features of each head.
+    by_head = (x if x is None else split_heads(x, heads).expand(-1, -1, -1, features) for x in (query, key, value))
+    folded = (x if x is None else x.permute(2, 1, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
+    context = torch.ops.aft_hf_v2.table(*folded, bias, problem.causal)
+    return join_heads(context.view(length, heads, rows, features).permute(2, 1, 0, 3))
 
 
-def _portable(problem: Mixing) -> torch.Tensor:
-    """Compute Eq. 2 by the portable form: (B, T, d) in the dtype of the values."""
-    key, value = (flush_gradient(widen(x)) for x in problem.by_head())
-    if problem.is_pairwise or problem.documents is not None or problem.padding_mask is not None:
-        context = pairwise_mixing(key, value, *problem.table())
-    else:
-        context = portable_mixing(key, value, problem.biases, causal=problem.causal)
-    return join_heads(context).to(problem.value.dtype)
+def mix_causal(
+    problem: Mixing, implementation: str, first: torch.Tensor | None, start: int | torch.Tensor = 0
+) -> torch.Tensor:
+    """Compute a causal problem without padding whose w is 0, decays, or has a window, by the operator `causal`. Tokens
+    without `first` have positions from `start` on.
+    """
+    query, key, value = problem.query, problem.key, problem.value
+    window, slopes = window_and_slopes(problem, start)
+    if window is None and key.shape != value.shape:  # without a window, keys are per feature
+        key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
+    run = torch.ops.aft_hf_v2.causal if uses_operator("causal", implementation, value.device) else portable.causal
+    return run(query, key, value, window, slopes, first, problem.biases.hides_outside)
 
 
-def _mix_documents(problem: Mixing, documents: Documents, implementation: str) -> torch.Tensor:
+def _pairwise(problem: Mixing) -> torch.Tensor:
+    """Compute Eq. 2 from the table and the mask of all pairs."""
+    by_head = portable.by_head(problem.key, problem.value, problem.num_heads)
+    return portable.finish(problem.query, portable.pairwise(*by_head, *problem.table()), problem.value.dtype)
+
+
+def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     """Compute packed documents as rows of their own, documents of about the same length in one batch."""
-    mask, biases, context = problem.padding_mask, problem.biases, torch.zeros_like(problem.value)
-    for rows in documents.rows:
-        part = replace(
-            problem,
-            key=rows.take(problem.key, -math.inf),
-            value=rows.take(problem.value, 0.0),
-            biases=biases.from_position(rows.position, rows.index.shape[1]) if rows.position else biases,
-            num_queries=None,
-            padding_mask=None if mask is None else rows.take(mask.unsqueeze(-1), False).squeeze(-1),
-            documents=None,
-        )
-        context = rows.put(context, mix(part, implementation))
-    return context
+    seen: Any = problem.visibility
+    if (rows := seen.rows()) is None:
+        return _pairwise(problem)
+    value = problem.value
+    context = value.new_zeros(value.shape[0] * value.shape[1] + 1, value.shape[2])
+    for index in rows:
+        inside = (index < len(context) - 1).unsqueeze(-1)
+        taken = [
+            x if x is None else torch.where(inside, x.flatten(0, 1)[index.clamp_max(len(context) - 2)], hidden)
+            for x, hidden in ((problem.key, -math.inf), (value, 0.0), (problem.query, 0.0))
+        ]
+        part = replace(problem, key=taken[0], value=taken[1], query=taken[2], num_queries=None, visibility=None)
+        context = context.index_put((index,), mix(part, implementation))
+    return context[:-1].view_as(value)
 
 
-def without_padding(problem: Mixing, *, moved: bool) -> tuple[Mixing, torch.Tensor | None]:
-    """Remove the padding mask, if there is one: hide padding by keys of -inf and values of 0, whatever they were.
-
-    If `moved`, also move padding behind the real tokens of its row, in keys, values, queries and documents, and return
-    the new place of each token, (B, T).
+def without_padding(problem: Mixing) -> tuple[Mixing, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Hide the padding of rows without packed documents, whatever it holds, and move it behind the real tokens if w
+    depends on their order. Return the problem and the order for `with_padding`.
     """
-    mask, documents, order = problem.padding_mask, problem.documents, None
-    if mask is None:
-        return problem, None
-    padding = ~mask.unsqueeze(-1)
-    moving: dict[str, Any] = {"query": problem.query, "key": problem.key.masked_fill(padding, -math.inf)}
-    moving["value"] = problem.value.masked_fill(padding, 0.0)
-    if moved:
-        order = real_tokens_first(mask)
-        for name, x in moving.items():
-            moving[name] = x if x is None else torch.zeros_like(x).scatter(1, order.unsqueeze(-1).expand_as(x), x)
-        documents = documents if documents is None else documents.moved(order)
-    return replace(problem, padding_mask=None, documents=documents, **moving), order
+    seen: Any = problem.visibility
+    key, value = portable.hide(problem.key, problem.value, ~seen.real.unsqueeze(-1))
+    query, order = problem.query, seen.order if problem.biases.ordered or problem.causal else None
+    if order is not None:
+        key, value, query = (x if x is None else _moved(x, order[0]) for x in (key, value, query))
+    return replace(problem, key=key, value=value, query=query, visibility=None), order
 
 
-def real_tokens_first(mask: torch.Tensor) -> torch.Tensor:
-    """Return the new place of each token, (B, T), when padding moves behind the real tokens.
+def with_padding(
+    context: torch.Tensor, seen: Visibility, order: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """Return averages in the order before `without_padding`, with 0 for padding."""
+    context = context if order is None else _moved(context, order[1])
+    return context.masked_fill(~seen.real.unsqueeze(-1), 0.0)
 
-    The new place of a real token is its position in the sequence.
-    """
-    real = mask.cumsum(-1)
-    return torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(-1) - 1)
 
-
-def gather(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return x[b, order[b, t]] at (b, t): tokens that `without_padding` moved, in their first order."""
-    return x.gather(1, order.unsqueeze(-1).expand_as(x))
+def _moved(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x[b, index[b, t]] at (b, t)."""
+    return x.gather(1, index.unsqueeze(-1).expand_as(x))
 
 
 # -------- the reference
@@ -529,8 +492,8 @@ def mixing_weights(
 
 
 __all__ = [
-    "Documents",
     "Mixing",
+    "Visibility",
     "mix",
     "mixing_weights",
     "reference_mixing",

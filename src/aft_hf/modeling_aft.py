@@ -40,7 +40,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .caching_aft import AFTCache, AFTLayerState
 from .configuration_aft import AFTConfig, pair
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
-from .mixing_aft import PACKING_INPUTS, Documents, packed_documents
+from .mixing_aft import PACKING_INPUTS, Visibility, visibility_of
 
 
 logger = logging.get_logger(__name__)
@@ -82,30 +82,28 @@ class AFTTextEmbeddings(nn.Module):
     def forward(
         self,
         inputs_embeds: torch.Tensor,
-        padding_mask: torch.Tensor | None = None,
+        visibility: Visibility | None = None,
         state: AFTLayerState | None = None,
-        documents: Documents | None = None,
     ) -> torch.Tensor:
         if self.position_embeddings is None:
             return self.dropout(inputs_embeds)
         length = inputs_embeds.shape[1]
         start: torch.Tensor | int = 0
         longest: int | None = length
-        if documents is not None:
-            longest = documents.longest()
+        is_packed = visibility is not None and visibility.is_packed
+        if visibility is not None and is_packed:
+            longest = visibility.longest
         elif state is not None and state.is_initialized:
             start, longest = state.seen[:, None], state.tokens_after(length, self.max_positions)
         if longest is not None and longest > self.max_positions:
-            kind = "sequence" if documents is None else "document"
+            kind = "document" if is_packed else "sequence"
             limit = f"max_position_embeddings={self.max_positions}"
             raise ValueError(f"a {kind} of {longest} tokens is longer than {limit}")
         # Positions in the sequence or document, (B or 1, T), do not count padding.
-        if documents is not None:  # padding after a document has the position after it
-            positions = documents.positions(padding_mask).clamp_max(self.max_positions - 1)
-        elif padding_mask is None:
+        if visibility is None:
             positions = start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
-        else:
-            positions = (start + padding_mask.long().cumsum(-1) - 1).clamp_min(0)
+        else:  # padding has the position of the token after it, which may not exist
+            positions = (start + visibility.position).clamp_max(self.max_positions - 1)
         return self.dropout(inputs_embeds + self.position_embeddings(positions))
 
 
@@ -225,13 +223,13 @@ class AFTLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         grid_size: tuple[int, int] | None = None,
         cache: AFTCache | None = None,
-        documents: Documents | None = None,
+        visibility: Visibility | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         branch = self.mixer(
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
-            documents=documents,
+            visibility=visibility,
             grid_size=grid_size,
             state=None if cache is None else cache.layers[self.layer_idx],
             output_attentions=bool(kwargs.get("output_attentions")),
@@ -353,8 +351,11 @@ class AFTModel(AFTPreTrainedModel):
         self, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
         hidden_states, grid_size = self.embeddings(pixel_values)
+        kwargs["grid_size"] = grid_size
+        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape == hidden_states.shape[:2]:
+            attention_mask, kwargs["visibility"] = None, Visibility.of(attention_mask)
         for layer in self.layers:  # not in a function, whose caller would keep the embeddings in memory
-            hidden_states = layer(hidden_states, attention_mask, grid_size=grid_size, **kwargs)
+            hidden_states = layer(hidden_states, attention_mask, **kwargs)
         hidden_states = self.layernorm(hidden_states)
         pooled = hidden_states[:, 0] if self.pools_cls_token else hidden_states[:, self.num_cls_tokens :].mean(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
@@ -378,23 +379,25 @@ class AFTModel(AFTPreTrainedModel):
                 "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
             )
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
-        documents = state = padding_mask = None
-        if cache is None or not cache.layers[0].is_initialized:
-            # Training needs no cache, so it need not wait to learn whether the rows are packed.
-            documents = packed_documents(packing, attention_mask, *size, may_wait=not self.training)
-        if documents is not None and cache is not None:
+        if cache is not None and cache.layers[0].is_initialized:
+            packing = dict.fromkeys(PACKING_INPUTS)
+        if attention_mask is not None and attention_mask.dim() == 3:  # running sums cannot represent it
+            if visibility_of(packing, None, *size) is not None:
+                raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
+            visibility = None
+        else:
+            attention_mask = _mask_of_new_tokens(attention_mask, *size, cache)
+            visibility, attention_mask = visibility_of(packing, attention_mask, *size), None
+        is_packed = visibility is not None and visibility.is_packed
+        if is_packed and cache is not None:
             raise ValueError("a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
-        pairwise = attention_mask is not None and attention_mask.dim() == 3  # running sums cannot represent it
-        if use_cache and cache is None and not pairwise and documents is None:
+        if use_cache and cache is None and attention_mask is None and not is_packed:
             cache = self.new_cache()
         if cache is not None:
-            state = cache.layers[0]
-            state.check_batch_size(size[0])
-        if not pairwise:
-            attention_mask = padding_mask = _mask_of_new_tokens(attention_mask, size[0], size[1], cache)
-        hidden_states = self.embeddings(hidden_states, padding_mask, state, documents)
+            cache.layers[0].check_batch_size(size[0])
+        hidden_states = self.embeddings(hidden_states, visibility, None if cache is None else cache.layers[0])
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, cache=cache, documents=documents, **kwargs)
+            hidden_states = layer(hidden_states, attention_mask, cache=cache, visibility=visibility, **kwargs)
         hidden_states = self.layernorm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
@@ -636,7 +639,7 @@ class AFTForImageClassification(AFTPreTrainedModel):
         )
 
 
-class _TextClassifier(AFTPreTrainedModel):
+class TextClassifier(AFTPreTrainedModel):
     """Base class of text classifiers: adds the entropy of Eq. 9 to the loss of the generic heads."""
 
     input_modalities = ["text"]
@@ -658,7 +661,7 @@ class _TextClassifier(AFTPreTrainedModel):
         return lambda *args, **kwargs: with_entropy(loss_of_task(*args, **kwargs), entropy, self.config, 1, None)
 
 
-class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassification):
+class AFTForSequenceClassification(TextClassifier, GenericForSequenceClassification):
     """AFT with a sequence classification head: a linear layer on the last token that is not `config.pad_token_id`.
 
     Without `config.pad_token_id`, the batch size must be 1. `forward` takes the arguments of `AFTModel`, and `labels`
@@ -668,7 +671,7 @@ class AFTForSequenceClassification(_TextClassifier, GenericForSequenceClassifica
     forward = GenericForSequenceClassification.forward
 
 
-class AFTForTokenClassification(_TextClassifier, GenericForTokenClassification):
+class AFTForTokenClassification(TextClassifier, GenericForTokenClassification):
     """AFT with a token classification head: a linear layer on each token, which sees only the tokens before it.
 
     `forward` takes the arguments of `AFTModel`, and `labels`: class indices (B, T); -100 is ignored. The config has

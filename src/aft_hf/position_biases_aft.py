@@ -72,12 +72,9 @@ class PositionBias:
         """
         return None
 
-    def from_position(self, start: int, length: int) -> "PositionBias":
-        """Return the biases of a sequence of `length` tokens whose first token has position `start`.
-
-        `start` may be negative. w is undefined for positions before 0 and beyond a learned table.
-        """
-        return self
+    def reversed(self, length: int) -> "PositionBias":
+        """Return the biases of the reversed sequence of `length` tokens: of T - 1 - t and T - 1 - t' in place of t, t'."""
+        raise NotImplementedError
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors from which w is computed."""
@@ -139,12 +136,10 @@ class Dense(PositionBias):
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
         raise NotImplementedError("w of all positions is not by lag: use `between`")
 
-    def from_position(self, start: int, length: int) -> "Dense":
-        positions = torch.arange(start, start + length, device=self.device).clamp(0, self.query.shape[1] - 1)
-        query = self.query[:, positions]
+    def reversed(self, length: int) -> "Dense":
         if self.key is None:
-            return replace(self, query=query[..., positions])
-        return replace(self, query=query, key=self.key[:, positions])
+            return replace(self, query=self.query[:, :length, :length].flip(1, 2))
+        return replace(self, query=self.query[:, :length].flip(1), key=self.key[:, :length].flip(1))
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         """Return m times rows of u or of the table, which are fewer numbers than all of u or of w."""
@@ -172,8 +167,10 @@ class Window(Dense):
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
         # Row i of the table (C, reach + C) of a chunk has its window from column i on. In rows that are longer by one,
         # the windows of all rows start in the first column.
-        reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
-        chunks = max((length + size - 1) // size, 1)
+        reach, size = self.reach, max(self.reach, SMALLEST_PRODUCT)
+        if not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
+            size = min(size, max(length, 1))
+        chunks = (length + size - 1) // size
         positions = torch.arange(chunks * size, device=self.device).view(1, chunks, size)
         positions = positions + (start.view(-1, 1, 1) if isinstance(start, torch.Tensor) else start)
         tables = super().between(positions, positions[..., :1] + torch.arange(-reach, size, device=self.device))
@@ -209,6 +206,9 @@ class LagKernel(PositionBias):
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
         kernels = self.kernels.flip(-1) if self.causal else self.kernels[:, : self.reach + 1]
         return kernels[None, None]
+
+    def reversed(self, length: int) -> "LagKernel":
+        return replace(self, kernels=self.kernels.flip(-1))
 
 
 @dataclass(frozen=True, eq=False)

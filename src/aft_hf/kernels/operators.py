@@ -55,13 +55,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.forward_ad import unpack_dual
 
-from ..portable_aft import are_plain_tensors, join_heads, pairwise_mixing, split_heads
-from ..position_biases_aft import GridKernel, Window, widen, working_dtype
+from .. import portable_aft
+from ..portable_aft import num_heads
+from ..position_biases_aft import Window, working_dtype
 from .library import load_library
 
 
-NAMESPACE = "aft_hf_v1"
+NAMESPACE = "aft_hf_v2"
 INPUTS = "Tensor? query, Tensor key, Tensor value"
 ARGUMENTS = {
     "causal": f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool hides_outside",
@@ -72,70 +77,10 @@ ARGUMENTS = {
 STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) denominator, Tensor(e!) maximum"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
-DTYPES = (torch.float32, torch.bfloat16)  # of the kernels; operators compute others by their portable forms
-
-# ------------------------------------------------------------------------------------------------------ portable forms
-
-
-def _causal_w(
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
-    hides_outside: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, length = num_heads(bias, slopes), value.shape[1]
-    tokens = torch.arange(length, device=value.device)
-    lags = tokens[:, None] - tokens
-    start = tokens.new_zeros(1, length) if first is None else first
-    seen = (lags >= 0) & (tokens >= start[..., None]) & (start <= tokens)[:, None]  # (B or 1, T, T')
-    w = widen(value).new_zeros(1, heads, length, length)
-    if slopes is not None:
-        w = (-slopes[:, None, None] * lags).unsqueeze(0)
-    elif bias is not None:
-        rows, size = bias.shape[1], bias.shape[-1]
-        inside = lags < size
-        position = (tokens - start).clamp(0, rows - 1)  # (B or 1, T)
-        batches = torch.arange(len(bias), device=value.device)[:, None]
-        of_queries = bias[batches, position].transpose(1, 2)  # (B or 1, h, T, s)
-        index = (size - 1 - lags).clamp(0, size - 1).expand(*of_queries.shape[:2], -1, -1)
-        w = of_queries.gather(3, index).masked_fill(~inside, 0.0)
-        seen = seen & inside if hides_outside else seen
-    return w, seen.unsqueeze(1)
-
-
-def _grid_w(
-    value: torch.Tensor, kernels: torch.Tensor, rows: int, columns: int, hides_outside: bool
-) -> tuple[torch.Tensor, None]:
-    return GridKernel(kernels, (rows, columns), hides_outside).dense(rows * columns).unsqueeze(0), None
-
-
-def _table_w(value: torch.Tensor, bias: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    visible = torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).tril()[None, None] if causal else None
-    return bias.unsqueeze(0), visible
-
-
-# w of all pairs, (B or 1, h, T, T'), by the arguments of an operator from the value on, and which pairs are visible,
-# (B or 1, 1, T, T'); None hides nothing.
-ALL_PAIRS: dict[str, Callable[..., Any]] = {"causal": _causal_w, "grid": _grid_w, "table": _table_w}
-
-
-def portable(name: str, query: Any, key: torch.Tensor, *others: Any) -> torch.Tensor:
-    """Compute an operator, given its arguments, by differentiable operations: for other dtypes and double backward."""
-    if name == "band":
-        start, length, window = others
-        return Window(query, key, size=window).by_lag(length, start)
-    value, (w, visible) = others[0], ALL_PAIRS[name](*others)
-    key, by_head = (widen(split_heads(x, w.shape[1])) for x in (key, value))
-    context = join_heads(pairwise_mixing(key, by_head, w.to(key.dtype), visible))
-    if query is not None:
-        context = torch.sigmoid(widen(query)) * context
-    return context.to(value.dtype)
-
-
-def num_heads(bias: torch.Tensor | None, slopes: torch.Tensor | None) -> int:
-    return bias.shape[2] if bias is not None else 1 if slopes is None else slopes.shape[0]
-
+DTYPES = frozenset((torch.float32, torch.bfloat16))  # of the kernels; the portable form computes others
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # what kernels, and the compiler, take
+# The types of devices whose kernels keep intermediate results for the backward pass, by `NAME_keeping`.
+KEEPING: set[str] = set()
 
 # ------------------------------------------------------------------------------------------------ shapes and gradients
 
@@ -161,32 +106,103 @@ def _new_factors(gradient: torch.Tensor, *factors: Any) -> tuple[torch.Tensor, .
     return tuple(x.new_empty(x.shape) for x in factors[:2])
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.inputs = [None if isinstance(x, torch.Tensor) else x for x in inputs]
-    ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
+# ------------------------------------------------------------------------------------- portable forms and autograd
 
 
-def _gradients(name: str, ctx, gradient):  # type: ignore[no-untyped-def]
-    """The gradients of query, key, value and biases, which are the first four arguments of an operator but `band`."""
-    needed = ctx.needs_input_grad
-    problem = [x if tensor is None else tensor for x, tensor in zip(ctx.inputs, ctx.saved_tensors)]
-    # A gradient is batched by `is_grads_batched` or by torch.func.
-    batched = not torch.compiler.is_compiling() and type(gradient) is torch.Tensor and not are_plain_tensors(gradient)
-    if torch.is_grad_enabled() or batched or problem[1].dtype not in DTYPES:
-        with torch.enable_grad():
-            wanted = [x for x, need in zip(problem, needed) if need]
-            of_wanted = iter(torch.autograd.grad(portable(name, *problem), wanted, gradient, create_graph=True))
-            return tuple(next(of_wanted) if need else None for need in needed)
-    flags = () if name == "band" else (needed[3],)
-    found = getattr(torch.ops.aft_hf_v1, f"{name}_backward").default(gradient, *problem, *flags)
-    return *(x if need else None for x, need in zip(found, needed)), *(None for _ in needed[len(found) :])
+def portable(name: str, *arguments: Any) -> Any:
+    """Compute an operator by PyTorch operations, for what no kernel takes: other dtypes and modes of differentiation."""
+    if name == "band":
+        query, key, start, length, window = arguments
+        return Window(query, key, size=window).by_lag(length, start)
+    return getattr(portable_aft, name)(*arguments)
+
+
+def _is_for_kernels(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether operations on tensors run eagerly or compiled, and only reverse-mode gradients are computed.
+
+    False in transforms of torch.func, in forward-mode differentiation, for batched gradients and for tensor subclasses.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
+    for x in tensors:
+        if type(x) not in PLAIN or torch._C._functorch.is_legacy_batchedtensor(x):
+            return False
+    return all(unpack_dual(x).tangent is None for x in tensors)
+
+
+def _vmap(name: str, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[torch.Tensor, int]:
+    """Compute an operator for each entry of a dimension: the rule for torch.vmap."""
+    operator = getattr(torch.ops.aft_hf_v2, name).default
+    rows = []
+    for i in range(info.batch_size):
+        rows.append(operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims))))
+    return torch.stack(rows), 0
+
+
+def _autograd(name: str, keys: Any, *arguments: Any) -> Any:
+    """Compute an operator with gradients: what is registered for autograd."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if not _is_for_kernels(tensors) or not _takes(name, arguments):
+        return portable(name, *arguments)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Function.apply(name, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.aft_hf_v2, name).default(*arguments)
+
+
+def _takes(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether kernels take the dtypes and the gate of a problem."""
+    given = arguments[: 2 if name == "band" else 3]
+    dtypes = {x.dtype for x in given if x is not None}
+    if len(dtypes) > 1 or not dtypes.issubset(DTYPES) or (name != "band" and _is_wide(arguments[3:])):
+        return False
+    return name == "band" or given[0] is None or given[0].shape == given[2].shape
+
+
+def _is_wide(arguments: Sequence[Any]) -> bool:
+    """Whether w is in float64."""
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in arguments)
+
+
+class _Function(torch.autograd.Function):
+    """An operator with the gradients of query, key, value and biases, the first four arguments, or of u and v."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *arguments: Any) -> torch.Tensor:
+        ctx.name, ctx.others = name, [None if isinstance(x, torch.Tensor) else x for x in arguments]
+        kept: tuple[torch.Tensor, ...] = ()
+        with torch._C._AutoDispatchBelowAutograd():
+            keeping = getattr(torch.ops.aft_hf_v2, f"{name}_keeping", None)
+            if keeping is not None and arguments[2].device.type in KEEPING:
+                output, *kept = keeping.default(*arguments)
+            else:
+                output = getattr(torch.ops.aft_hf_v2, name).default(*arguments)
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in arguments), *kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        name, count, needed = ctx.name, len(ctx.others), ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors  # once: a checkpoint computes them anew each time
+        arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, saved)]
+        if torch.is_grad_enabled() or not _is_for_kernels([gradient]):
+            with torch.enable_grad():
+                wanted = [x for x, need in zip(arguments, needed) if need]
+                found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, create_graph=True))
+            return None, *(next(found) if need else None for need in needed)
+        kept = saved[count:]
+        operator = getattr(torch.ops.aft_hf_v2, f"{name}_backward_keeping" if kept else f"{name}_backward").default
+        flags = () if name == "band" else (needed[3],)
+        gradients = operator(gradient, *arguments, *kept, *flags)
+        given = (x if need else None for x, need in zip(gradients, needed))
+        return None, *given, *(None for _ in needed[len(gradients) :])
 
 
 # ---------------------------------------------------------------------------------------------------- kernels for CPUs
 
 
 def _forward(name: str, *arguments: Any) -> torch.Tensor:
-    if arguments[2].dtype not in DTYPES:
+    if not _takes(name, arguments):
         return portable(name, *arguments)
     problem = _with_key_per_feature(name, arguments)
     output = _new_output(*problem)
@@ -216,6 +232,11 @@ def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _state(*arguments: Any) -> torch.Tensor:
+    if not _takes("causal", arguments):
+        output, state = portable_aft.causal_state(*arguments)
+        for x, following in zip(arguments[7:], state):
+            x.copy_(following)
+        return output
     output, first = _new_output(*arguments), arguments[5]
     kernel = "causal_step" if output.shape[1] == 1 and first is None else "causal"
     _call(kernel, _causal_fields(*arguments), arguments, output)
@@ -224,7 +245,7 @@ def _state(*arguments: Any) -> torch.Tensor:
 
 def _band(*problem: Any) -> torch.Tensor:
     output = _new_band(*problem)
-    if problem[0].dtype not in DTYPES:
+    if not _takes("band", problem):
         return output.copy_(portable("band", *problem))
     _call_band("band", *problem[:3], output)
     return output
@@ -340,6 +361,13 @@ REGISTERED = hasattr(getattr(torch.ops, NAMESPACE), "causal")
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+def _provides(name: str, device_type: str) -> bool:
+    """Whether an operator has a kernel for a type of device, e.g. "cpu"."""
+    if device_type not in ("cpu", "cuda"):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device_type.upper())
+
+
 def _register(name: str, arguments: str, result: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     LIBRARY.define(f"{name}({arguments}) -> {result}")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
@@ -347,7 +375,7 @@ def _register(name: str, arguments: str, result: str, function: Callable[..., An
         LIBRARY.impl(name, function, "CPU")
 
 
-if not REGISTERED:
+def _register_all() -> None:
     for name, given in ARGUMENTS.items():
         backward, of_backward = f"{name}_backward", f"Tensor gradient, {given}"
         if name == "band":
@@ -357,6 +385,12 @@ if not REGISTERED:
             _register(name, given, "Tensor", partial(_forward, name), _new_output)
             of_backward += ", bool bias_needed"
             _register(backward, of_backward, GRADIENTS, partial(_backward, name), new_gradients)
-        gradients = partial(_gradients, name)
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=_save, lib=LIBRARY)
+        LIBRARY.impl(name, partial(_autograd, name), "Autograd", with_keyset=True)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", partial(_vmap, name), lib=LIBRARY)
     _register("causal_state", f"{ARGUMENTS['causal']}, {STATE}", "Tensor", _state, _new_output)
+    LIBRARY.define("provides(str name, str device_type) -> bool")
+    LIBRARY.impl("provides", _provides, "CompositeExplicitAutograd")
+
+
+if not REGISTERED:
+    _register_all()

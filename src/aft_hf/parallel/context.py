@@ -1,15 +1,14 @@
 """Context parallelism: the models and the AFT operation on sequences that are divided among several processes.
 
-`context_parallel` tells the models that their inputs are shards. The methods of the models that need whole sequences
-are then replaced by those of `ContextParallelism`, and a `SequenceShard` goes through all layers as the `documents`.
-The models themselves know nothing of shards.
+`context_parallel` tells a model that its inputs are shards. The methods of this model that need whole sequences are
+then replaced by those of `ContextParallelism`, and a `SequenceShard` goes through all layers as the `visibility`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,10 @@ from torch import distributed, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
 from .. import modeling_aft
-from ..caching_aft import AFTCache, AFTLayerState
+from ..caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
-from ..mixing_aft import PACKING_INPUTS, Documents, Mixing, gather, mix, without_padding
-from ..portable_aft import can_read_values, split_heads
+from ..mixing_aft import PACKING_INPUTS, Mixing, mix, mix_causal
+from ..portable_aft import hide, read, split_heads
 from ..position_biases_aft import GridKernel
 from .exchange import count_of_past, state_at_end, with_past
 from .shards import Shard, gather_shards
@@ -31,15 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_positions_of_image = modeling_aft.AFTImageEmbeddings.positions
-
-# Set within `context_parallel`. `torch.compile` can guard on a global variable.
-_active: "ContextParallelism | None" = None
-
-
 @contextmanager
-def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
-    """Context manager for context parallelism: the inputs of AFT models are this process's shards of the sequences.
+def context_parallel(model: nn.Module, group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
+    """Context manager for context parallelism: the inputs of a model are this process's shards of the sequences.
 
     Process r of the group holds the r-th shard of `input_ids`, `attention_mask`, `position_ids` and `labels`, all cut
     at the same positions, or of `pixel_values`, cut between rows of patches. `local_shard` cuts the shards. All
@@ -54,32 +47,47 @@ def context_parallel(group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
     The backward pass may run outside of the context.
 
     Args:
+        model: an AFT model of this package, or a module that contains some, as DDP and FSDP make them.
         group: the process group that shares each sequence, or a one-dimensional device mesh.
+
+    Raises:
+        ValueError: the model contains no AFT model of this package, such as one of the code of a checkpoint, or a head
+            that needs whole sequences.
     """
-    group = group.get_group() if hasattr(group, "get_group") else group
-    global _active
-    surrounding, _active = _active, ContextParallelism(group)
+    parallel = ContextParallelism(group.get_group() if hasattr(group, "get_group") else group)
+    replaced: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        if isinstance(module, modeling_aft.TextClassifier):
+            raise ValueError(
+                f"{type(module).__name__} needs whole sequences and does not support context_parallel: use AFTModel or "
+                "AFTForCausalLM"
+            )
+        replaced += [(module, name) for kind, name in REPLACED if isinstance(module, kind)]
+    if not any(isinstance(module, modeling_aft.AFTModel) for module, _ in replaced):
+        raise ValueError(
+            f"context_parallel needs an AFT model of the package aft_hf, got {type(model).__module__}."
+            f"{type(model).__name__}: import aft_hf and load the checkpoint without trust_remote_code"
+        )
+    surrounding = [vars(module).get(name) for module, name in replaced]
+    for module, name in replaced:
+        vars(module)[name] = partial(getattr(parallel, name), module)
     try:
         yield
     finally:
-        _active = surrounding
+        for (module, name), method in zip(replaced, surrounding):
+            if method is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = method
 
 
-def _replaces(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a method of `ContextParallelism` that takes a model: within `context_parallel`, the model calls it in
-    place of its own method `name`.
-    """
-    usual = getattr(owner, name)
-
-    def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(usual)
-        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return usual(model, *args, **kwargs) if _active is None else replacement(_active, model, *args, **kwargs)
-
-        setattr(owner, name, method)
-        return replacement
-
-    return decorate
+# The methods of models for which `ContextParallelism` has one of the same name.
+REPLACED = (
+    (modeling_aft.AFTModel, "_forward_text"),
+    (modeling_aft.AFTModel, "_forward_image"),
+    (modeling_aft.AFTImageEmbeddings, "positions"),
+    (modeling_aft.AFTForCausalLM, "_loss"),
+)
 
 
 def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
@@ -115,8 +123,7 @@ class ContextParallelism:
         self.group = group
         self.images: SequenceShard | None = None
 
-    @_replaces(modeling_aft.AFTModel, "_forward_text")
-    def forward_text(
+    def _forward_text(
         self,
         model: Any,
         input_ids: torch.Tensor | None,
@@ -130,42 +137,32 @@ class ContextParallelism:
         inputs_embeds = model._embed(input_ids, inputs_embeds)
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         shard = self.shard_text(inputs_embeds, attention_mask, packing)
-        if use_cache and cache is None and shard.documents is None:
+        if use_cache and cache is None and shard.begins_documents is None:
             cache = model.new_cache()
-        hidden_states = model.embeddings(inputs_embeds, documents=shard)
+        hidden_states = model.embeddings(inputs_embeds, visibility=shard)
         for layer in model.layers:
-            hidden_states = layer(hidden_states, cache=cache, documents=shard, **kwargs)
+            hidden_states = layer(hidden_states, cache=cache, visibility=shard, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=model.layernorm(hidden_states), cache=cache)
 
-    @_replaces(modeling_aft.AFTModel, "_forward_image")
-    def forward_image(
+    def _forward_image(
         self, model: Any, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
         """Compute the hidden states of rows of images, and the mean over the whole images."""
         self.images = shard = self.shard_images(model, pixel_values, attention_mask)
         hidden_states, grid_size = model.embeddings(pixel_values)
         for layer in model.layers:
-            hidden_states = layer(hidden_states, grid_size=grid_size, documents=shard, **kwargs)
+            hidden_states = layer(hidden_states, grid_size=grid_size, visibility=shard, **kwargs)
         hidden_states = model.layernorm(hidden_states)
         pooled = average_over(self.group, hidden_states.mean(1) * shard.share)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
-    @_replaces(modeling_aft.AFTImageEmbeddings, "positions")
-    def positions_of_rows(self, embeddings: Any, height: int, width: int) -> torch.Tensor | None:
+    def positions(self, embeddings: Any, height: int, width: int) -> torch.Tensor | None:
         """Return the position embeddings of this process's rows of images."""
         shard = self.images
         assert shard is not None
         rows = shard.total_length // shard.columns
-        positions = _positions_of_image(embeddings, rows * embeddings.grid_stride[0], width)
+        positions = type(embeddings).positions(embeddings, rows * embeddings.grid_stride[0], width)
         return None if positions is None else positions.narrow(1, shard.first_row * shard.columns, shard.length)
-
-    @_replaces(modeling_aft._TextClassifier, "__call__")
-    def classify(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise a ValueError: the heads of text classifiers need the whole sequences."""
-        raise ValueError(
-            f"{type(model).__name__} needs whole sequences and does not support context_parallel: use AFTModel or "
-            "AFTForCausalLM"
-        )
 
     def shard_text(
         self,
@@ -197,11 +194,11 @@ class ContextParallelism:
             )
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
-        documents = None if position_ids is None else Documents((position_ids == 0).expand(batch, -1))
+        starts = None if position_ids is None else (position_ids == 0).expand(batch, -1)
         mask = None if attention_mask is None else attention_mask.bool()
-        shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, documents)
+        shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, starts)
         given = position_ids if mask is None else None
-        if given is not None and can_read_values(given) and (shard.positions() != given).any():
+        if given is not None and given.device.type == "cpu" and read((shard.position != given).any()):
             raise ValueError(
                 "position_ids of a shard must continue those of the shard before it, and start again at 0 with each "
                 "packed document: other position_ids are not supported, the attention_mask determines positions"
@@ -232,8 +229,7 @@ class ContextParallelism:
         rows, columns = (side // stride for side, stride in zip(pixel_values.shape[2:], patches.grid_stride))
         return SequenceShard(self.group, len(pixel_values), rows * columns, pixel_values.device, columns=columns)
 
-    @_replaces(modeling_aft.AFTForCausalLM, "_loss")
-    def loss(
+    def _loss(
         self,
         model: Any,
         logits: torch.Tensor,
@@ -256,7 +252,10 @@ class ContextParallelism:
 
 
 class SequenceShard(Shard):
-    """A shard that a mixer takes in place of packed `documents`: `mixer(x, documents=shard)`."""
+    """A shard that a mixer takes in place of a `Visibility`: `mixer(x, visibility=shard)`."""
+
+    is_shard = True
+    is_packed = True  # the positions of a shard are not 0 .. T - 1
 
     def check(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> None:
         """Raise a ValueError if a mixer cannot take this shard, or gets other inputs that do not go with it."""
@@ -266,28 +265,31 @@ class SequenceShard(Shard):
                 f"a {kind} {type(mixer).__name__} cannot take a shard of a sequence (context parallelism): use a "
                 "causal AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
             )
-        if not mixer.causal and (self.padding_mask is not None or self.documents is not None):
+        if not mixer.causal and (self.padding_mask is not None or self.begins_documents is not None):
             raise ValueError(f"a shard for a bidirectional {type(mixer).__name__} has no padding and no documents")
-        if problem.padding_mask is not None or problem.pair_mask is not None:
+        if problem.pair_mask is not None:
             raise ValueError("a shard needs inputs without attention_mask: pass padding in the SequenceShard")
-        if state is not None and (state.is_initialized or self.documents is not None):
+        if state is not None and (state.is_initialized or self.begins_documents is not None):
             raise ValueError("shards can start a state, with one document per row, but do not continue one")
 
-    def mix(self, problem: Mixing, state: AFTLayerState | None, implementation: str) -> torch.Tensor:
+    def mix(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> torch.Tensor:
         """Compute Eq. 2 for the queries of this shard, (B, T, d), and set the state to that at the end of the rows."""
-        query, mask = problem.query, self.padding_mask if self.padding_mask is None else self.padding_mask.bool()
-        problem = replace(problem, padding_mask=mask, documents=None, query=None)
+        self.check(mixer, problem, state)
+        query, mask = problem.query, self.padding_mask
+        problem = replace(problem, visibility=None, query=None)
+        if mask is not None:  # the exchange takes rows whose real tokens come first
+            key, value = (self.ordered(x) for x in hide(problem.key, problem.value, ~mask.bool().unsqueeze(-1)))
+            problem = replace(problem, key=key, value=value)
         if state is not None:
             self.take_in(state, problem)
-        context = (_mix_causal if problem.causal else _mix_rows)(self, problem, implementation)
+        context = (_mix_causal if problem.causal else _mix_rows)(self, problem, mixer.implementation)
         if mask is not None:
-            context = context.masked_fill(~mask.unsqueeze(-1), 0.0)
+            context = self.ordered(context, back=True).masked_fill(~mask.bool().unsqueeze(-1), 0.0)
         return context if query is None else torch.sigmoid(query) * context
 
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""
         biases, heads = problem.biases, problem.num_heads
-        problem, _ = without_padding(problem, moved=True)
         options: dict[str, Any] = {"slopes": biases.slopes, "hides_outside": biases.hides_outside}
         options |= {"num_heads": heads, "reach": biases.reach}
         keys, values, sums = state_at_end(self, problem.key, problem.value, **options)
@@ -295,33 +297,15 @@ class SequenceShard(Shard):
         state.lazy_initialization(keys, values)
         state.store(keys=keys, values=values)
         if sums is not None:
-            numerator, denominator, maximum = (x.unsqueeze(2) for x in sums)
-            state.store(numerator=numerator, denominator=denominator, maximum=maximum)
+            state.store(**{name: x.unsqueeze(2) for name, x in zip(SUMS_AND_WINDOW[2:], sums)})
         real = self.starts[-1].to(state.device)
         state.padded = bool((real < self.total_length).any())
         state.count(self.total_length, real if state.padded else None)
 
 
-_mix_usual = AFTMixer.mix
-
-
-@wraps(_mix_usual)
-def _mix(mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None = None) -> torch.Tensor:
-    shard: Any = problem.documents
-    if not isinstance(shard, SequenceShard):
-        return _mix_usual(mixer, problem, state)
-    shard.check(mixer, problem, state)
-    return shard.mix(problem, state, mixer.implementation)
-
-
-# Mixers take shards outside of `context_parallel`, too: on their own, and in a backward pass with checkpointing.
-AFTMixer.mix = _mix  # type: ignore[method-assign, assignment]
-
-
 def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
     """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
     biases = problem.biases
-    problem, order = without_padding(problem, moved=True)
     assert biases.reach is not None
     past = count_of_past(biases.reach, biases.hides_outside)
     key, value = with_past(
@@ -333,23 +317,24 @@ def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) ->
         slopes=biases.slopes,
         hides_outside=biases.hides_outside,
     )
-    starts, documents = shard.before - past, shard.real_documents  # positions of the first tokens of the rows
-    one_table = biases.relative or bool((starts == starts[0]).all())
-    if documents is not None or not one_table:
-        documents = _with_tokens_in_front(shard, past, None if biases.relative else starts)
-    elif not biases.relative:
-        biases = biases.from_position(int(starts[0]), key.shape[1])
-    whole = replace(
-        problem,
-        key=key,
-        value=value,
-        biases=biases,
-        num_queries=None,
-        documents=documents,
-        padding_mask=None,
-    )
-    context = mix(whole, implementation)[:, past:].to(problem.value.dtype)
-    return context if order is None else gather(context, order)
+    whole = replace(problem, key=key, value=value, num_queries=None)
+    # Tokens in front belong to the document that the shard continues. If it continues none, they are hidden.
+    document, first = shard.ordered_documents, None
+    if document is not None:
+        document = nn.functional.pad(document, (past, 0))
+        places = torch.arange(past + shard.length, device=key.device)
+        begins = torch.diff(document, dim=1, prepend=document[:, :1]) > 0
+        first = torch.where(begins, places, 0).cummax(1).values
+    starts = shard.before - past  # positions of the first tokens of the rows
+    if biases.relative or bool((starts == 0).all()):
+        context = mix_causal(whole, implementation, first)
+    else:
+        start: Any = int(starts[0]) if bool((starts == starts[0]).all()) else starts.to(key.device)
+        context = mix_causal(whole, implementation, first, start)
+        if document is not None:  # documents that start in this shard count their positions from 0
+            others = mix_causal(whole, implementation, first)
+            context = torch.where((document == 0).unsqueeze(-1), context, others)
+    return context[:, past:].to(problem.value.dtype)
 
 
 def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
@@ -374,17 +359,6 @@ def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> t
     whole = replace(problem, key=key, value=value, biases=biases, num_queries=None)
     context = mix(whole, implementation).narrow(1, past + filling, problem.length)
     return context.to(problem.value.dtype)
-
-
-def _with_tokens_in_front(shard: Shard, count: int, positions: torch.Tensor | None) -> Documents:
-    """Return the documents of a shard after `count` tokens were prepended to each row."""
-    starts = torch.zeros(shard.batch_size, count + shard.length, dtype=torch.bool, device=shard.device)
-    if shard.real_documents is not None:
-        starts[:, count:] = shard.real_documents.starts
-        # A document that starts with the shard has no earlier tokens: the tokens in front of it are hidden.
-        starts[:, count] = False
-    starts[:, 0] = True
-    return Documents(starts, positions if positions is None else positions.to(shard.device))
 
 
 __all__ = ["SequenceShard", "average_over", "context_parallel", "total_over"]

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from ..mixing_aft import Documents
-
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +51,12 @@ def gather_shards(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
     return torch.stack(shards)
 
 
+def _positions(mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The number of real tokens between each token, (B, T), and the last start before it, or the start of its row."""
+    before = mask.cumsum(1) - mask.long()
+    return before - torch.where(starts, before, 0).cummax(1).values
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The shard of a batch of sequences that this process holds. All processes of the group create theirs together.
@@ -65,8 +69,8 @@ class Shard:
         length: T, the number of tokens in this shard, padding included.
         device: the device of the tensors of the shard.
         padding_mask: (B, T) boolean, False for padding; None if there is no padding.
-        documents: the documents that start within the shard; tokens before the first start continue a document of
-            an earlier shard. None if no document starts here.
+        begins_documents: (B, T) boolean, True where a packed document starts; tokens before the first start continue a
+            document of an earlier shard. None if no document starts here.
         columns: for images, the number of patches in a row; 0 for text.
         backward: whether the sequences are reversed, so that the tokens after a shard count as those before it.
 
@@ -79,7 +83,7 @@ class Shard:
     length: int
     device: torch.device
     padding_mask: torch.Tensor | None = None
-    documents: Documents | None = None
+    begins_documents: torch.Tensor | None = None
     columns: int = 0
     backward: bool = False
 
@@ -126,13 +130,13 @@ class Shard:
 
     def _description(self) -> torch.Tensor:
         """The part of `_descriptions` that describes this shard, (B, 7)."""
-        if self.padding_mask is None and self.documents is None:
+        if self.padding_mask is None and self.begins_documents is None:
             whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns]
             return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
         mask = self._mask()
-        starts = torch.zeros_like(mask) if self.documents is None else self.documents.starts
+        starts = torch.zeros_like(mask) if self.begins_documents is None else self.begins_documents
         document = starts.cumsum(1)  # 0 for tokens that continue a document
-        lengths = torch.where(mask & (document > 0), Documents(starts).positions(mask) + 1, 0)
+        lengths = torch.where(mask & (document > 0), _positions(mask, starts) + 1, 0)
         columns = (
             mask.sum(1),
             (mask & (document == 0)).sum(1),
@@ -182,6 +186,7 @@ class Shard:
         """(B,), how many tokens of the document that this shard continues are in earlier shards."""
         return (self.starts - self.begins)[self.rank]
 
+    @property
     def longest(self) -> int:
         """The number of positions that the layers compute with: those of the longest document of all shards, or those
         of this shard of an image.
@@ -217,29 +222,43 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------------ for the mixers
 
-    def pairs(self) -> torch.Tensor:
+    @property
+    def real(self) -> torch.Tensor:
         """Raise a ValueError: no process has all pairs of tokens."""
         raise ValueError("output_attentions needs whole sequences and does not support context_parallel")
 
-    @cached_property
-    def real_documents(self) -> Documents | None:
-        """`documents` after padding has moved behind the real tokens of each row; None if no document starts here."""
-        if self.documents is None or not self._descriptions[self.rank, :, 4].any():
-            return None
-        if self.padding_mask is None:
-            return self.documents
-        document = self.documents.starts.cumsum(1)
-        document = document.gather(1, (~self.padding_mask.bool()).long().argsort(stable=True))
-        # Padding that was between documents is now at the end of the row, and counts as part of the last document.
-        document = document.cummax(1).values
-        return Documents(torch.diff(document, dim=1, prepend=torch.zeros_like(document[:, :1])) > 0)
+    pairs = real
 
-    def positions(self, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+    @cached_property
+    def _order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two permutations (B, T): the tokens with padding behind the real ones, and back."""
+        order = (~self._mask()).long().argsort(dim=1, stable=True)
+        return order, order.argsort(1)
+
+    def ordered(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """Return x (B, T, c) with the padding of each row behind its real tokens, or `back` in its own order."""
+        return x.gather(1, self._order[back].unsqueeze(-1).expand_as(x))
+
+    @cached_property
+    def ordered_documents(self) -> torch.Tensor | None:
+        """(B, T), the number of each token's document after `ordered`, 0 for the one that this shard continues; None if
+        no document starts here.
+        """
+        if self.begins_documents is None or not self._descriptions[self.rank, :, 4].any():
+            return None
+        document = self.begins_documents.cumsum(1)
+        document = document - self.begins_documents[:, :1].long()  # nothing is before the first one
+        # Padding that was between documents counts as part of the last document.
+        return document if self.padding_mask is None else document.gather(1, self._order[0]).cummax(1).values
+
+    @property
+    def position(self) -> torch.Tensor:
         """(B, T), the position of each token in its document, not counting the padding of the shard."""
-        mask, before = self._mask(), self.before.to(self.device)
-        if self.documents is None:
-            return (before[:, None] + mask.cumsum(1) - 1).clamp_min(0)
-        return Documents(self.documents.starts, before).positions(mask)
+        mask = self._mask()
+        starts = torch.zeros_like(mask) if self.begins_documents is None else self.begins_documents
+        open_documents = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
+        before = (self.starts[self.rank] - open_documents[self.rank]).to(self.device)
+        return _positions(mask, starts) + torch.where(starts.cumsum(1) == 0, before[:, None], 0)
 
     def last_tokens(self, reach: int) -> torch.Tensor:
         """The tokens that this shard adds to the running sum, (B, 2): start and end, counted from the first of the

@@ -56,7 +56,7 @@ class ContextParallelGroup:
         shard = {name: local_shard(x, self.group) for name, x in batch.items()}
         counted = (shard["labels"] != -100).sum()
         share = counted * self.size / total_over(self.group, counted)
-        with context_parallel(self.group):
+        with context_parallel(model, self.group):
             loss = task.loss(model, shard) * share
         return average_over(self.group, loss)
 
@@ -73,7 +73,7 @@ class ContextParallelGroup:
             for x in whole.values():
                 distributed.broadcast(x, group_src=source, group=self.group)
             shard = {name: local_shard(x, self.group) for name, x in whole.items()}
-            with context_parallel(self.group):
+            with context_parallel(model, self.group):
                 scores = [total_over(self.group, x) for x in task.scores(model, shard)]
             if source == self.rank:
                 own = scores
