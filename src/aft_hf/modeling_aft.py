@@ -73,9 +73,10 @@ class AFTTextEmbeddings(nn.Module):
     def __init__(self, config: AFTConfig):
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings, self.max_positions = None, config.max_position_embeddings
+        self.position_embeddings = None
         # CODEPATH: the default for `full`, `local` and `simple`; `conv` and `alibi` need none.
         if config.use_position_embeddings:
+            self.max_positions = config.max_position_embeddings
             self.position_embeddings = nn.Embedding(self.max_positions, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
