@@ -227,6 +227,7 @@ class PixelsTask(SequenceTask):
             "modality": "text",
             "vocab_size": START_TOKEN + 1,
             "max_position_embeddings": self.units_per_sample,
+            "image_size": data.image_size,  # an AFT without a length limit has no other trace of it
             "bos_token_id": START_TOKEN,
             "eos_token_id": None,
         }
