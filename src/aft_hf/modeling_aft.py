@@ -664,11 +664,10 @@ class _TextClassifier(AFTPreTrainedModel):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> Any:
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        inputs |= {"cache": cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
-        outputs = self.generic_forward(**inputs, **(kwargs | {"return_dict": True}))
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, None, use_cache)
+        outputs = self.generic_forward(*inputs, **(kwargs | {"return_dict": True}))
         entropy = entropy_for_loss(self, labels)
         if labels is None:
             return outputs

@@ -45,15 +45,15 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     """
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
-    configs = [{int(number): str(name) for number, name in each.id2label.items()} for each in (teacher, student)]
-    theirs, ours = ([names[number] for number in sorted(names)] for names in configs)
+    named = [{int(number): name for number, name in (each.id2label or {}).items()} for each in (teacher, student)]
+    theirs, ours = ([names[number] for number in sorted(names)] for names in named)
     both = f"the teacher has the {len(theirs)} classes {listed(theirs)}, the model {len(ours)}: {listed(ours)}"
     numbers = list(range(len(ours)))
     if theirs == ours:
         return numbers
-    named, wanted = (labels if are_names(labels) else [*map(_number, labels)] for labels in (theirs, ours))
-    if sorted(named) == sorted(wanted) and len({*named}) == len(named):
-        return [named.index(label) for label in wanted]
+    known, wanted = (labels if are_names(labels) else [*map(_number, labels)] for labels in (theirs, ours))
+    if sorted(known) == sorted(wanted) and len({*known}) == len(known):
+        return [known.index(label) for label in wanted]
     if len(theirs) != len(ours) or (are_names(theirs) and are_names(ours)):
         raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
     logger.warning(f"classes of the teacher and the model are matched by number: {both}")
