@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
+from saved_models import changed, edited, save_models
 from tiny_models import vit_model
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -110,3 +111,72 @@ def test_a_name_with_brackets_is_printed_as_it_is(vit, tmp_path, aft_hf, name):
     assert name in "".join(done.stdout.split())
     done = aft_hf("evaluate", tmp_path / name / "nowhere", tmp_path / "images")
     assert done.returncode == 1 and f"{name}/nowhere: no such directory" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    save_models(root)
+    return root
+
+
+TRAIN = ["--do_train", "--train", "images", "--validation-share", 0, "--output_dir", "out", "--use_cpu", "true"]
+TRAIN += ["--max_steps", 1, "--report_to", "none"]
+# Commands that take a model, by its name among those of `save_models`.
+TAKING = {
+    "evaluate": ("image", ["{}", "images"]),
+    "evaluate a language model": ("text", ["{}", "text.txt"]),
+    "finetune": ("image", ["--model_name_or_path", "{}", *TRAIN]),
+    "finetune a ViT": ("vit", ["--model_name_or_path", "{}", *TRAIN]),
+    "finetune --teacher": ("vit", ["--model_name_or_path", "image", "--teacher", "{}", *TRAIN]),
+    "train": (
+        "image",
+        ["recipe.yaml", "model={{pretrained: {}}}", "output_dir=out", "data.image_size=8", "global_batch_size=1"],
+    ),
+    "convert": ("vit", ["{}", "out", "--kernel-size", 3, "--num-heads", 2]),
+    "publish": ("image", ["{}", "me/tiny", "--dry-run"]),
+    "benchmark": ("text", ["{}"]),
+    "visualize keys": ("text", ["{}", "keys", "--text", "a"]),
+    "visualize biases": ("image", ["{}", "biases"]),
+    "visualize attention": ("vit", ["{}", "attention", "--images", "images"]),
+}
+DAMAGES = {
+    "holds NaN or infinity": lambda x: x.fill_(torch.nan),
+    "is stored as I32|is torch.int32; weights must be": lambda x: x.int(),
+}
+
+
+@pytest.mark.parametrize("told", DAMAGES)
+@pytest.mark.parametrize("command", TAKING)
+def test_every_command_refuses_damaged_weights_by_name(command, told, models, tmp_path, aft_hf, monkeypatch):
+    name, words = TAKING[command]
+    shutil.copytree(models / name, tmp_path / "damaged")
+    weights = ("mlp.fc1.weight", "intermediate.dense.weight")  # of an AFT, and of a ViT in its files
+    damage = edited(lambda x: x.update({key: DAMAGES[told](x[key]) for key in x if key.endswith(weights)}))
+    damage(tmp_path / "damaged" / "model.safetensors")
+    for each in models.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    monkeypatch.chdir(tmp_path)
+    done = aft_hf(command.split()[0], *(str(word).format("damaged") for word in words))
+    assert done.returncode != 0 and re.search(rf"damaged: .*weight ({told})", done.stderr), done.stderr
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("options", [{"problem_type": "multi_label_classification"}, {"problem_type": "regression"}])
+def test_one_answer_for_models_that_do_not_choose_a_class(options, models, tmp_path, aft_hf, monkeypatch):
+    for each in models.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    monkeypatch.chdir(tmp_path)
+    told = f"a classifier that chooses one of several classes, got problem_type='{options['problem_type']}'"
+    for name in ("image", "vit"):
+        shutil.copytree(models / name, tmp_path / f"other-{name}")
+        changed(**options)(tmp_path / f"other-{name}" / "config.json")
+    for command, (name, words) in TAKING.items():
+        if command.split()[0] in ("evaluate", "finetune", "train") and name != "text":
+            done = aft_hf(command.split()[0], *(str(word).format(f"other-{name}") for word in words))
+            assert done.returncode != 0 and told in done.stderr, (command, done.stderr)
+    sizes = ["--kernel-size", 3, "--num-heads", 2]
+    done = aft_hf("convert", "other-vit", "aft", *sizes)
+    assert done.returncode == 0 and told in done.stdout.replace("\n", " ") and "--teacher" not in done.stdout
+    done = aft_hf("convert", "other-vit", "aft2", *sizes, "--distill", "--images", "images", "--steps", 1)
+    assert done.returncode != 0 and told in done.stderr

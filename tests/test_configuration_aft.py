@@ -1,6 +1,9 @@
 """AFTConfig: defaults, derived fields, and every validator. tests/properties draws valid configs, and saves them."""
 
+import copy
 import dataclasses
+import json
+import pickle
 
 import pytest
 import torch
@@ -191,3 +194,41 @@ def test_the_number_of_heads_follows_from_type_and_width(aft_type, hidden_size, 
     config = AFTConfig(aft_type=aft_type, hidden_size=hidden_size, num_hidden_layers=depth)
     assert config.num_heads == num_heads and AFTConfig.from_dict(config.to_dict()).num_heads == num_heads
     assert AFTConfig(hidden_size=256, aft_type="conv", num_heads=4).num_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "limited"),
+    [
+        ({"aft_type": "full"}, True),
+        ({"aft_type": "full", "use_position_embeddings": False}, True),  # its tables are learned
+        ({"aft_type": ["conv", "local"], "use_position_embeddings": False}, True),
+        ({"aft_type": "simple"}, True),
+        ({"aft_type": "simple", "use_position_embeddings": False}, False),
+        ({"aft_type": "alibi"}, False),
+        ({"aft_type": ["conv", "alibi"]}, False),
+        ({"aft_type": "conv", "use_position_embeddings": True}, True),
+        (IMAGE, False),
+        (IMAGE_CONV, False),
+    ],
+    ids=str,
+)
+def test_only_a_config_with_learned_positions_of_tokens_states_a_limit_of_the_length(fields, limited, tmp_path):
+    """Tools cut texts at `max_position_embeddings`, and some ask with `hasattr` whether there is a limit."""
+    fields = fields | {"num_hidden_layers": 2}
+    for config in (AFTConfig(**fields), AFTConfig(max_position_embeddings=9, **fields)):
+        expected = config.max_position_embeddings if limited else None
+        for each in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+            assert hasattr(each, "max_position_embeddings") == limited and each == config
+        config.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert saved.get("max_position_embeddings") == expected
+        # As a config that was saved with a limit that the model does not have.
+        changed(max_position_embeddings=expected or 512)(tmp_path / "config.json")
+        assert AFTConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+        for given in (5, 2048):
+            loaded, unused = AFTConfig.from_pretrained(
+                tmp_path, max_position_embeddings=given, return_unused_kwargs=True
+            )
+            assert getattr(loaded, "max_position_embeddings", None) == (given if limited else None) and not unused
+    if fields.get("modality") != "image":
+        assert AFTConfig.from_pretrained(tmp_path, use_position_embeddings=True).max_position_embeddings > 0

@@ -1,13 +1,15 @@
-"""Loading untrusted models: the config cannot describe a much larger model than the weights beside it."""
+"""Loading untrusted models: the config cannot describe a much larger model, and the weights are finite numbers."""
 
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from saved_models import changed
 from tiny_models import image_model, language_model, vit_model
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, GPT2Config, GPT2LMHeadModel
 
 from aft_hf import loading
 from aft_hf.loading import UnreadableError, load, load_trained
@@ -101,3 +103,57 @@ def test_the_count_ends_with_the_load(saved, monkeypatch):
     load(MODELS["vit"][0], saved / "vit")
     with torch.device("meta"):
         assert len(vit_model(num_hidden_layers=200).vit.layers) == 200
+
+
+# Weights that no training gives.
+
+
+def rewritten(directory, change, pickled=False):
+    """Replace the tensors of a saved model by those of a function of their names and values."""
+    weights = load_file(directory / "model.safetensors")
+    changed_weights = {name: change(name, tensor) for name, tensor in weights.items()}
+    if pickled:
+        torch.save(changed_weights, directory / "pytorch_model.bin")
+        (directory / "model.safetensors").unlink()
+    else:
+        save_file(changed_weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def first_weight(directory) -> str:
+    return min(name for name in load_file(directory / "model.safetensors") if name.endswith("weight"))
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_are_not_finite_are_refused_by_name(saved, tmp_path, name, value, pickled):
+    directory = copied(saved / name, tmp_path, {})
+    damaged = first_weight(directory)
+    rewritten(directory, lambda key, x: x.index_fill(0, torch.tensor(0), value) if key == damaged else x, pickled)
+    for loader in (load, load_trained):
+        with pytest.raises(UnreadableError, match=r"weight holds NaN or infinity \(\d+ of \d+ values\)"):
+            loader(MODELS[name][0], directory)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_are_integers_in_the_file_are_refused_by_name(saved, tmp_path, name, dtype, pickled):
+    for part in (first_weight(saved / name), ""):  # one weight, and all of them
+        directory = copied(saved / name, tmp_path / part, {})
+        rewritten(directory, partial(lambda part, key, x: x.to(dtype) if part in key else x, part), pickled)
+        with pytest.raises(UnreadableError, match=r"is stored as .*; weights must be floating point"):
+            load(MODELS[name][0], directory)
+
+
+def test_parameters_of_other_names_are_weights_and_buffers_may_be_integers(saved, tmp_path):
+    directory = copied(saved / "aft", tmp_path / "aft", {})
+    rewritten(directory, lambda key, x: x.long() if key.endswith("position_bias_query") else x)
+    for kind in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(UnreadableError, match="position_bias_query is stored as I64"):
+            load(kind, directory)
+    directory = copied(saved / "gpt2", tmp_path / "gpt2", {})
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 9, 9, dtype=torch.uint8) for i in range(2)}
+    weights = load_file(directory / "model.safetensors") | masks  # as in earlier versions
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    load_trained(AutoModelForCausalLM, directory)

@@ -9,8 +9,6 @@ from torch import distributed
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -96,28 +94,6 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_library_s(head):
     model.loss_function = lambda *_, **__: torch.tensor(5.0)
     labels = torch.tensor([0]) if head is AFTForSequenceClassification else ROWS[0][None] % 3
     assert model(ROWS[0][None], labels=labels).loss == 5
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_accumulated_gradients_are_those_of_the_whole_batch(head, tmp_path):
-    """The generic heads do not take `num_items_in_batch`, so Trainer has to divide the sum of their losses."""
-
-    def weights_after_a_step(batch_size):
-        model, generator = build(head, hidden_dropout_prob=0.0), torch.Generator().manual_seed(0)
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        tokens = torch.randint(0, 256, (4, 6), generator=generator)
-        labels = tokens[:, 0] % 3 if head is AFTForSequenceClassification else tokens % 3
-        rows = [{"input_ids": ids, "labels": label} for ids, label in zip(tokens, labels)]
-        sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 4 // batch_size}
-        sgd = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-        quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-        arguments = TrainingArguments(output_dir=str(tmp_path), max_steps=1, **sizes, **sgd, **quiet)
-        Trainer(model, arguments, train_dataset=rows).train()
-        return model.score.weight.detach()
-
-    torch.testing.assert_close(weights_after_a_step(1), weights_after_a_step(4), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -84,9 +84,12 @@ def load(source: str) -> Loaded:
 
 def pixel_side(config: PreTrainedConfig) -> int | None:
     """The side in pixels of the RGB images that a model of sub-pixels was trained on; None for models of text."""
-    length = getattr(config, "max_position_embeddings", 0)
+    if (config.vocab_size, config.bos_token_id) != (START_TOKEN + 1, START_TOKEN):
+        return None
+    # A model without a length limit has the size of its images instead.
+    length = getattr(config, "max_position_embeddings", None) or 3 * getattr(config, "image_size", 0) ** 2
     side = round((length / 3) ** 0.5)
-    return side if config.vocab_size == START_TOKEN + 1 and 3 * side**2 == length and side > 1 else None
+    return side if 3 * side**2 == length and side > 1 else None
 
 
 def describe(source: str, model: PreTrainedModel) -> str:

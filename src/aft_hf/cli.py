@@ -15,7 +15,7 @@ from .analysis.command import visualize_command
 from .benchmarking import benchmark_command, keep_freed_memory
 from .conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
 from .conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
-from .data.classes import chooses_a_class
+from .data.classes import chooses_a_class, other_task
 from .progress import no_bars_in_logs, plain_console
 from .publishing.command import publish_command
 from .reading import reported
@@ -183,10 +183,13 @@ def convert(
     )
     name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
     name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""
-    can_distill = not distill and num_labels is None and chooses_a_class(model.config)
+    can_train = chooses_a_class(model.config)
+    can_distill = not distill and num_labels is None and can_train
     words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
     words += ["--teacher", source] if num_labels is None else []  # a source without classes teaches none
     words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
+    next_step = ["Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):"]
+    next_step += [f"  {shlex.join(words)}"]
     console = plain_console()
     for line in (
         f"{report.summary()}; {REPORT_NAME} names them",
@@ -194,8 +197,7 @@ def convert(
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
-        "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):",
-        f"  {shlex.join(words)}",
+        *(next_step if can_train else [f"{out}: {other_task(model.config)}"]),
         *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
     ):
         console.print(line, soft_wrap=True)

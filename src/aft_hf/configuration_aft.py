@@ -148,7 +148,8 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             `"portable"` (PyTorch operations).
         vocab_size: Size of the vocabulary of a text model.
         max_position_embeddings: Maximum sequence length of a text model with position embeddings, or with learned
-            tables (`full` and `local`).
+            tables (`full` and `local`). Other models have no maximum, and their configs no such attribute, since
+            tools cut texts at its value, and some of them fail at None.
         tie_word_embeddings: Whether the language modeling head shares its weights with the token embeddings.
         use_cache: Whether a text model returns its cache for generation.
         bos_token_id: Id of the token that begins a sequence.
@@ -239,11 +240,17 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             self.use_cls_token = self.modality == "image" and "conv" not in types
         if self.pooling is None and self.modality == "image":
             self.pooling = "cls" if self.use_cls_token else "mean"
+        if not (self.modality == "text" and (self.use_position_embeddings or types & {"full", "local"})):
+            del self.max_position_embeddings
         self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # as transformers itself sets it
         stages = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if any(value is not None for value in stages.values()):
             self.set_output_features_output_indices(**stages)
         super().__post_init__(**kwargs)
+
+    def __eq__(self, other: object) -> bool:  # that of dataclasses needs all fields
+        same = (getattr(self, name, None) == getattr(other, name, None) for name in self.__dataclass_fields__)
+        return type(other) is type(self) and all(same)
 
     @classmethod
     def _check_names(cls, names: Iterable[str]) -> None:
@@ -311,7 +318,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build a config from a dictionary of fields, and more fields that replace them."""
         cls._check_names(kwargs)  # the base class ignores unknown names
-        return super().from_dict(config_dict, **kwargs)
+        # The base class would take a field that the saved config lacks for an argument of the model.
+        given = {name: kwargs.pop(name) for name in cls.__dataclass_fields__.keys() & kwargs.keys() - {"dtype"}}
+        return super().from_dict(config_dict | given, **kwargs)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
@@ -384,6 +393,7 @@ def pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else cast(tuple[int, int], tuple(size))
 
 
+del AFTConfig.max_position_embeddings  # the default of the field, which `hasattr` would find in any config
 AFTConfig.register_for_auto_class("AutoConfig")
 
 __all__ = ["AFTConfig"]

@@ -5,19 +5,31 @@ source is executed, and errors are one line.
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from safetensors import safe_open
 from torch import nn
 from torch.nn.modules import module as modules
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from .reading import (
     ImageProcessorConfig,
@@ -25,6 +37,7 @@ from .reading import (
     ProcessorConfig,
     TokenizerConfig,
     UnreadableError,
+    WeightsIndex,
     explained,
     read_json,
     shortened,
@@ -32,6 +45,7 @@ from .reading import (
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a gigabyte, for weights of any size
 
 # Options that replace names of attention and experts in a config.json, also in its nested configs, by the default of
@@ -55,6 +69,20 @@ def find_file(source: str, filename: str, error: type[ValueError] = UnreadableEr
     with explained(f"{source}: {filename} cannot be read", error):
         path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **hub)
     return None if path is None else Path(path)
+
+
+def weight_files(source: str, error: type[ValueError] = UnreadableError) -> list[Path]:
+    """Return the weight files that transformers reads from a directory or a repository on the Hub."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if path := find_file(source, name, error):
+            if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+                return [path]
+            shards = sorted(set(read_json(path, WeightsIndex, error).weight_map.values()))
+            found = {shard: find_file(source, shard, error) for shard in shards}
+            if missing := [shard for shard, path in found.items() if path is None]:
+                raise error(f"{source}: {missing[0]} is missing, although the weight index lists it")
+            return [path for path in found.values() if path is not None]
+    return []
 
 
 def read_config(
@@ -168,7 +196,47 @@ def load(
             pixels = loaded(Image.new("RGB", (32, 32)))["pixel_values"]
             if not all(np.isfinite(image).all() for image in pixels):
                 raise ValueError("its pixel values are not finite")
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if isinstance(model, nn.Module):
+            _check_weights(source, model, place, error)
     return loaded
+
+
+def check_finite(name: Any, tensors: Iterable[tuple[str, torch.Tensor]], error: type[ValueError]) -> None:
+    """Refuse weights that are not finite, with which a model outputs only NaN."""
+    for tensor_name, tensor in tensors:
+        if tensor.dtype in FLOAT_DTYPES and (wrong := int((~tensor.isfinite()).sum())):
+            raise error(
+                f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
+                "damaged, or its training diverged; give an earlier checkpoint"
+            )
+
+
+def _check_weights(source: Any, model: Any, directory: Path, error: type[ValueError]) -> None:
+    """Refuse a model whose weights are not finite, or are integers in its files, which transformers would cast."""
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    check_finite(source, weights.items(), error)
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    prefix = f"{model.base_model_prefix}."
+    floats = {name.removeprefix(prefix) for name, tensor in weights.items() if tensor.is_floating_point()}
+    for name, dtype in _stored_dtypes(weight_files(str(directory), error)):
+        # Buffers may be integers. Names of modules differ in files of earlier versions.
+        is_weight = name.endswith(".weight") or name.removeprefix(prefix) in floats
+        if is_weight and not dtype.startswith(("F", "BF", "torch.float", "torch.bfloat")):
+            raise error(f"{source}: {name} is stored as {dtype}; weights must be floating point: save the model again")
+
+
+def _stored_dtypes(files: list[Path]) -> Iterator[tuple[str, str]]:
+    """Yield the name and dtype of each tensor in weight files."""
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+                yield from ((name, file.get_slice(name).get_dtype()) for name in names)
+        else:
+            tensors = torch.load(path, map_location="meta", weights_only=True)
+            yield from ((name, str(tensor.dtype)) for name, tensor in tensors.items())
 
 
 def _load_feature_extractor(values: dict[str, Any], options: dict[str, Any]) -> Any:

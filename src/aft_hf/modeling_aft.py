@@ -73,9 +73,10 @@ class AFTTextEmbeddings(nn.Module):
     def __init__(self, config: AFTConfig):
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.position_embeddings, self.max_positions = None, config.max_position_embeddings
+        self.position_embeddings = None
         # CODEPATH: the default for `full`, `local` and `simple`; `conv` and `alibi` need none.
         if config.use_position_embeddings:
+            self.max_positions = config.max_position_embeddings
             self.position_embeddings = nn.Embedding(self.max_positions, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
@@ -629,7 +630,7 @@ class AFTForImageClassification(AFTPreTrainedModel):
         entropy, loss = entropy_for_loss(self, labels), None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config, **kwargs)
-            loss = with_entropy(loss, entropy, self.config, len(labels), kwargs.get("num_items_in_batch"))
+            loss = share_of_step(loss, labels, entropy, self.config, kwargs.get("num_items_in_batch"))
         return AFTImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -640,12 +641,11 @@ class AFTForImageClassification(AFTPreTrainedModel):
 
 
 class TextClassifier(AFTPreTrainedModel):
-    """Base class of text classifiers: adds the entropy of Eq. 9 to the loss of the generic heads."""
+    """Base class of text classifiers: `forward` of a generic head, with the loss of `share_of_step`."""
 
     input_modalities = ["text"]
-    # The generic heads average the loss over their batch, so Trainer must scale it for gradient accumulation.
-    accepts_loss_kwargs = False
     score_bias = False
+    generic_forward: Callable[..., Any]
 
     def __init__(self, config: AFTConfig):
         super().__init__(config)
@@ -655,10 +655,29 @@ class TextClassifier(AFTPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=self.score_bias)
         self.post_init()
 
-    @PreTrainedModel.loss_function.getter  # type: ignore[attr-defined]  # a property, whose setter stays
-    def loss_function(self) -> Callable[..., torch.Tensor]:
-        loss_of_task, entropy = super().loss_function, self.aft.position_bias_entropy()
-        return lambda *args, **kwargs: with_entropy(loss_of_task(*args, **kwargs), entropy, self.config, 1, None)
+    @can_return_tuple
+    @_renames_cache
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: AFTCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, None, use_cache)
+        outputs = self.generic_forward(*inputs, **(kwargs | {"return_dict": True}))
+        entropy = entropy_for_loss(self, labels)
+        if labels is None:
+            return outputs
+        logits, options = outputs.logits, {"config": self.config, "num_items_in_batch": num_items_in_batch}
+        loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, **options)
+        # A new object, since the loss comes first in a tuple.
+        return type(outputs)(share_of_step(loss, labels, entropy, self.config, num_items_in_batch), **outputs)
 
 
 class AFTForSequenceClassification(TextClassifier, GenericForSequenceClassification):
@@ -668,7 +687,7 @@ class AFTForSequenceClassification(TextClassifier, GenericForSequenceClassificat
     as `AFTForImageClassification`. The config has `modality="text"`.
     """
 
-    forward = GenericForSequenceClassification.forward
+    generic_forward = GenericForSequenceClassification.forward
 
 
 class AFTForTokenClassification(TextClassifier, GenericForTokenClassification):
@@ -678,7 +697,7 @@ class AFTForTokenClassification(TextClassifier, GenericForTokenClassification):
     `modality="text"`.
     """
 
-    forward = GenericForTokenClassification.forward
+    generic_forward = GenericForTokenClassification.forward
     score_bias = True
 
     def __init__(self, config: AFTConfig):
@@ -751,6 +770,25 @@ def with_entropy(
         return loss
     share = 1.0 if targets_of_step is None else targets / targets_of_step
     return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
+
+
+def share_of_step(
+    loss: torch.Tensor,
+    labels: torch.Tensor,
+    entropy: torch.Tensor | None,
+    config: AFTConfig,
+    labels_of_step: int | torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the share of a classifier's batch in the loss of an optimizer step, with the entropy (`with_entropy`).
+
+    The shares of the batches of a step add up to the mean over its `labels_of_step` labels that are not -100. Losses
+    of classes are divided by them in transformers; those of float labels are means over the batch. None: the step has
+    only this batch.
+    """
+    labels_of_batch = (labels != -100).sum()
+    if labels_of_step is not None and config.problem_type in ("regression", "multi_label_classification"):
+        loss = loss * (labels_of_batch / labels_of_step).to(loss.device)
+    return with_entropy(loss, entropy, config, labels_of_batch, labels_of_step)
 
 
 HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)

@@ -18,6 +18,7 @@ from checkpoints import (
 )
 from PIL import Image
 from safetensors.torch import save_file
+from saved_models import changed
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, ViTModel
 
 from aft_hf import convert_deit
@@ -49,6 +50,21 @@ def test_labels_and_images_are_read_in_the_layout_of_every_version(tmp_path, fla
     assert source.image_processor.size == {"shortest_edge": 40}
     others = save_timm(tmp_path / "others", flat, {"label_names": ["a"]})  # names of other classes
     assert read_source(others).config.id2label == {i: f"LABEL_{i}" for i in range(CLASSES)}
+
+
+NAMES = {"labels": ["a", "b", "c"], "label_name": {"0": "a", "1": "b", "2": "c"}, "label_names": ["a", "b", "c"]}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("descriptions", ["display_name", "label_descriptions"])
+def test_labels_have_the_names_of_any_version_of_timm(tmp_path, key, descriptions, flat, beside):
+    labels = {key: NAMES[key], descriptions: {"a": "cat", "labels": "an unknown class"}}
+    path = save_timm(tmp_path / "timm", flat, {} if beside else labels, **(labels if beside else {}))
+    assert read_source(path).config.id2label == {0: "cat", 1: "b", 2: "c"}
+    changed(label_names=["d", "e", "f"], labels=["a", "b", "c"])(path / "config.json")  # the current name counts
+    assert read_source(path).config.id2label == {0: "d", 1: "e", 2: "f"}
 
 
 @pytest.mark.parametrize("flat", [True, False])

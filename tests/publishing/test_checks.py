@@ -57,7 +57,11 @@ OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
         ("mixing_aft.py", lambda path: path.write_text("import os\n"), "differs from the installed aft_hf"),
         ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be loaded by AFT"),
         ("model.safetensors", edited(lambda x: x.pop("classifier.bias")), "missing, such as classifier.bias"),
-        ("model.safetensors", edited(lambda x: x["classifier.bias"].fill_(torch.nan)), "not finite"),
+        (
+            "model.safetensors",
+            edited(lambda x: x["classifier.bias"].fill_(torch.nan)),
+            "bias holds NaN or infinity (3 of 3",
+        ),
         ("model.safetensors", edited(dict, author=TOKEN), "model.safetensors: holds a Hugging Face token"),
     ],
 )

@@ -1,16 +1,24 @@
 """Parameter groups of the optimizer, and FineTuner: augmentation and distillation."""
 
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import image_model, language_model, vit_model
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PoolFormerConfig,
+    PoolFormerForImageClassification,
+    TrainingArguments,
+)
 from transformers.testing_utils import CaptureLogger
 
+from aft_hf.data.classes import logger
 from aft_hf.training import build_optimizer
-from aft_hf.training.fine_tuning import FineTuner, distillation_loss, logger
+from aft_hf.training.fine_tuning import FineTuner, distillation_loss
 
 
 CLASSES = 3
@@ -116,9 +124,9 @@ def test_distillation_losses_are_those_of_deit(weight, temperature):
 @pytest.mark.parametrize(("kind", "label_smoothing"), [("soft", 0.0), ("hard", 0.1)])
 def test_accumulated_steps_equal_one_large_batch(kind, label_smoothing, tmp_path):
     teacher, train, trained = vit(8, num_labels=CLASSES), rows(8), []
-    for batch_size in (8, 2):
+    for batch_size in (8, 3):  # of 3, 3 and 2 rows
         model = classifier(position_bias_entropy_weight=0.0 if label_smoothing else 0.1)
-        options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 8 // batch_size}
+        options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": -(-8 // batch_size)}
         options |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
         options |= {"label_smoothing_factor": label_smoothing, "train_dataset": train, "kind": kind}
         tuner(model, tmp_path, teacher=teacher, **options).train()
@@ -127,6 +135,20 @@ def test_accumulated_steps_equal_one_large_batch(kind, label_smoothing, tmp_path
     for name in fresh:
         torch.testing.assert_close(trained[0][name], trained[1][name], rtol=1e-4, atol=1e-6)
     assert not torch.equal(trained[0]["classifier.weight"], fresh["classifier.weight"])
+
+
+def test_accumulated_steps_equal_one_large_batch_for_models_that_ignore_the_size_of_a_step(tmp_path):
+    sizes = {"hidden_sizes": [4] * 4, "depths": [1] * 4, "patch_sizes": [3] * 4, "strides": [2, 1, 1, 1]}
+    first = PoolFormerForImageClassification(PoolFormerConfig(**sizes, num_labels=CLASSES))
+    train, trained = rows(8), []
+    for batch_size in (8, 3):
+        model = deepcopy(first)
+        options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": -(-8 // batch_size)}
+        options |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+        tuner(model, tmp_path, train_dataset=train, **options).train()
+        trained.append(model.classifier.weight.detach())
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(trained[0], first.classifier.weight)
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -153,20 +175,52 @@ def test_evaluation_is_without_teacher_and_draws_no_random_number_that_training_
 
 
 NAMED = {"num_labels": 2, "id2label": {0: "cat", 1: "dog"}}
+NUMBERED = [str(number) for number in range(11)]
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"),
+    ("theirs", "ours", "numbers"),
     [
-        ({"id2label": {0: "dog", 1: "cat"}}, "has the 2 classes 'dog', 'cat', the model 2: 'cat', 'dog'; both need"),
-        ({"num_labels": 3}, "has the 3 classes 'LABEL_0', .*, the model 2"),
-        (None, "ViTModel, which has no classifier"),
+        ({1: "dog", 0: "cat"}, {0: "cat", 1: "dog"}, [0, 1]),
+        ({str(i): f"class {i}" for i in sorted(NUMBERED)}, {i: f"class {i}" for i in range(11)}, [*range(11)]),
+        ({0: "dog", 1: "owl", 2: "cat"}, {0: "cat", 1: "dog", 2: "owl"}, [2, 0, 1]),
+        ({0: "LABEL_1", 1: "LABEL_0"}, {0: "LABEL_0", 1: "LABEL_1"}, [1, 0]),
+        # As folders are sorted.
+        ({i: f"LABEL_{i}" for i in range(11)}, dict(enumerate(sorted(NUMBERED))), [0, 1, 10, *range(2, 10)]),
     ],
-    ids=["other order", "other number", "backbone"],
+    ids=["other order of lines", "sorted as text", "names under other numbers", "labels", "numbers as names"],
 )
-def test_a_teacher_that_cannot_teach_is_refused_at_once(tmp_path, teacher, message):
+def test_the_classes_of_a_teacher_are_a_mapping(tmp_path, theirs, ours, numbers):
+    model, batch = classifier(id2label=ours, num_labels=len(ours)).train(), collated(2)
+    teacher = vit(8, id2label=theirs)
+    with CaptureLogger(logger) as log:
+        trainer = tuner(model, tmp_path, teacher=teacher)
+    outputs, logits = model(**batch), teacher.eval()(batch["pixel_values"]).logits[:, numbers]
+    expected = distillation_loss(outputs.loss, outputs.logits, logits, weight=0.3, temperature=2.0)
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+    assert not log.out
+
+
+TWINS = {0: "crane", 1: "crane", 2: "owl"}  # a bird and a machine, as in ImageNet
+MULTI_LABEL = {"problem_type": "multi_label_classification"}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "model", "message"),
+    [
+        ({"id2label": {0: "dog", 1: "owl"}}, NAMED, "2 classes 'dog', 'owl', the model 2: 'cat', 'dog'; both need"),
+        ({"id2label": {0: "owl", 1: "crane", 2: "crane"}}, {"id2label": TWINS}, "classes 'owl', .*; both need"),
+        ({"num_labels": 3}, NAMED, "has the 3 classes 'LABEL_0', .*, the model 2"),
+        (None, NAMED, "ViTModel, which has no classifier"),
+        (NAMED | MULTI_LABEL, NAMED, "teacher: .* chooses one of several classes, got problem_type='multi_label_cl"),
+        ({"num_labels": 1}, NAMED, "the teacher: .* chooses one of several .* and num_labels=1; .* Trainer"),
+        (NAMED, NAMED | MULTI_LABEL, "the model: .* chooses one of several classes"),
+    ],
+    ids=["other", "twins", "other number", "backbone", "multi-label", "regression", "multi-label student"],
+)
+def test_a_teacher_that_cannot_teach_is_refused_at_once(tmp_path, teacher, model, message):
     with pytest.raises(ValueError, match=message):
-        tuner(classifier(**NAMED), tmp_path, teacher=vit(8).base_model if teacher is None else vit(8, **teacher))
+        tuner(classifier(**model), tmp_path, teacher=vit(8).base_model if teacher is None else vit(8, **teacher))
     with CaptureLogger(logger) as log:  # classes without names are taken by number
         tuner(classifier(**NAMED), tmp_path, teacher=vit(8, num_labels=2))
     assert "matched by number: the teacher has the 2 classes 'LABEL_0', 'LABEL_1', the model 2: 'cat'" in log.out

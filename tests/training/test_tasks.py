@@ -11,13 +11,14 @@ from PIL import Image as PILImage
 from runs import CLASSES, bpe_tokenizer, bytes_recipe, images_recipe, pixels_recipe, run
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.training.evaluation import evaluate_language_model
 from aft_hf.training.recipe import build_recipe
-from aft_hf.training.tasks import BytesTask, TokensTask
+from aft_hf.training.tasks import TASKS, BytesTask, TokensTask
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -165,7 +166,36 @@ def test_the_tokens_of_a_text_are_those_of_the_tokenizer_in_each_split(tmp_path,
         joined += words
         assert tokens == tokenizer(words)["input_ids"]
         assert task.tokens_per_byte[split] == len(tokens) / len(words.encode()) < 0.7
-    assert joined == TEXT and task.processor.model_max_length == 8
+    assert joined == TEXT
+
+
+@pytest.mark.parametrize(
+    ("model", "longest"),
+    [
+        ({"architecture": "aft", "aft_type": "local"}, 8),
+        ({"architecture": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}, 8),
+        ({"architecture": "aft", "aft_type": "alibi"}, VERY_LARGE_INTEGER),
+        ({"architecture": "aft", "aft_type": ["conv", "alibi"]}, VERY_LARGE_INTEGER),
+        ({"architecture": "mamba", "hidden_size": 8, "num_hidden_layers": 1}, VERY_LARGE_INTEGER),
+    ],
+    ids=str,
+)
+def test_clients_cut_texts_at_the_limit_of_the_model_and_not_at_another(tmp_path, model, longest):
+    aft = {"hidden_size": 8, "num_hidden_layers": 2, "position_bias_dim": 2} if model["architecture"] == "aft" else {}
+    recipe = tokens_recipe(tmp_path)
+    for task in (recipe, recipe | {"task": "bytes", "data": {"train": recipe["data"]["train"], "seq_len": 8}}):
+        made = TASKS[task["task"]](build_recipe(task | {"model": aft | model}))
+        config = made.build_model().config
+        assert made.processor.model_max_length == longest
+        # Trained further, the model has no limit either.
+        assert getattr(config, "max_position_embeddings", VERY_LARGE_INTEGER) == longest
+
+
+def test_a_model_without_a_limit_is_trained_further_on_any_length(tmp_path):
+    sizes = {"aft_type": "alibi", "hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2, "vocab_size": 258}
+    AFTForCausalLM(AFTConfig(**sizes)).save_pretrained(tmp_path / "source")
+    task = BytesTask(build_recipe(bytes_recipe(tmp_path, model={"pretrained": str(tmp_path / "source")})))
+    assert not hasattr(task.build_model().config, "max_position_embeddings")
 
 
 def test_a_model_of_tokens_has_bits_per_token_and_per_byte_and_is_resumed(tmp_path):

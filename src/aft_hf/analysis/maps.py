@@ -16,6 +16,7 @@ from ..position_biases_aft import widen
 
 # Functions of w that can be drawn: w itself; exp(w), the factor of exp(K); or exp(w) - 1, with which Eq. 6 convolves:
 # the difference from 1, the factor outside the window.
+UNLIMITED_LENGTH = 256  # of the maps of a text model without a length limit
 VALUES = {"w": lambda w: w, "exp": torch.exp, "expm1": torch.expm1}
 
 
@@ -29,7 +30,8 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
 
     Returns:
         The maps of each layer, (h, rows, columns) in float32: for AFT-conv the kernels (for text, a single row), for
-        all other types the T x T biases of the longest sequence of the model, with a row for each query.
+        all other types the T x T biases of the longest sequence of the model, with a row for each query. Without a
+        longest sequence, T is 256.
 
     Raises:
         ValueError: `values` is none of these.
@@ -43,7 +45,8 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
             kernels = mixer.kernel_bias()
             w = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
         else:
-            w = mixer.position_bias(model.config.max_positions)
+            has_limit = model.config.modality == "image" or hasattr(model.config, "max_position_embeddings")
+            w = mixer.position_bias(model.config.max_positions if has_limit else UNLIMITED_LENGTH)
         maps.append(VALUES[values](w).float().cpu())
     return maps
 

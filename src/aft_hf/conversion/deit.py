@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .._version import __version__
 from ..configuration_aft import AFTConfig
+from ..loading import check_finite
 from ..modeling_aft import AFTForImageClassification
 from ..position_biases_aft import widen
 from .attention import fit_to_attention
@@ -88,7 +89,6 @@ def convert_deit(
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
-    _check_finite(source.name, ((part.sources[0], part.tensor) for part in source.parts.values()))
     if source.heads and num_labels is not None:
         raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
     if not source.heads and not num_labels:
@@ -115,7 +115,7 @@ def convert_deit(
     for name, copy in copies.items():
         target[name].copy_(copy.tensor)
     fitted = {} if images is None else fit_to_attention(model, source, images)
-    _check_finite(f"{source.name}, after the conversion", target.items())
+    check_finite(f"{source.name}, after the conversion", target.items(), ConversionError)
 
     options |= {
         "num_heads": config.num_heads,
@@ -134,16 +134,6 @@ def convert_deit(
     )
     report.check(source.names, target)
     return model.eval(), report
-
-
-def _check_finite(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse weights that are not finite, with which a model outputs only NaN."""
-    for tensor_name, tensor in tensors:
-        if wrong := int((~tensor.isfinite()).sum()):
-            raise ConversionError(
-                f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
-                "damaged, or its training diverged; give an earlier checkpoint"
-            )
 
 
 def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..configuration_aft import pair
-from ..data.classes import chooses_a_class
+from ..data.classes import require_a_class, teacher_classes
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
@@ -103,16 +103,13 @@ def distill(
         running means of the losses, and the share of images on which model and teacher agreed in the last steps.
 
     Raises:
-        ValueError: the source has no classifier, is a multi-label classifier or a regression, or has another number of
-            classes than the model; there are no images; an option is invalid; the checkpoints belong to other options
+        ValueError: the source has no classifier, is a multi-label classifier or a regression, or has other classes
+            than the model; there are no images; an option is invalid; the checkpoints belong to other options
             or to another conversion; or the loss is not finite.
         OSError: the checkpoint directory cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
     settings = check_distillable(source, images, **options)
-    given, expected = model.config.num_labels, source.config.num_labels
-    if given != expected:
-        raise ValueError(f"the model has {given} classes and {source.name} has {expected}; both need the same classes")
     dtype, mode = model.dtype, model.training
     try:
         run = _Run(model.float().train(), source, images, settings, checkpoints, conversion or {})
@@ -137,11 +134,7 @@ def check_distillable(
         )
     if not source.heads:
         raise ValueError(f"{source.name}: has no classifier to distill; fine-tune the converted model instead")
-    if not chooses_a_class(source.config):
-        raise ValueError(
-            f"{source.name}: distillation needs a source that chooses one of several classes, got "
-            f"problem_type={source.config.problem_type!r} and num_labels={source.config.num_labels}"
-        )
+    require_a_class(source.name, source.config)
     if not len(images):
         raise ValueError("there are no images to distill on; give at least one")
     return settings
@@ -191,6 +184,7 @@ class _Run(Training):
         checkpoints: Path | None,
         conversion: Mapping[str, Any],
     ):
+        self.classes = teacher_classes(source.config, model.config)
         # Accelerate creates a process group on CPUs only with cpu=True.
         self.accelerator = accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self.settings, self.images, self.step, self.seconds = settings, images, 0, 0.0
@@ -285,7 +279,7 @@ class _Run(Training):
         states = [x[:, -self.num_patches :] for x in outputs.hidden_states[:-1]]
         if self.keeps_class_token:
             states = [torch.cat([x[:, :1], patches], 1) for x, patches in zip(outputs.hidden_states, states)]
-        return states, outputs.logits
+        return states, outputs.logits[:, self.classes]
 
     def _progress(self) -> float:
         """The share of the budget that is spent; of a budget in minutes, by the time of the main process."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from ..loading import find_file
-from ..reading import WeightsIndex, explained, read_json, shortened
+from ..loading import FLOAT_DTYPES, weight_files
+from ..reading import explained, shortened
 from .report import ConversionError
 
 
@@ -28,7 +28,6 @@ AVERAGED = re.compile(r"(?<![a-z])(ema|swa)(?![a-z])|averag", re.IGNORECASE)
 # Names that say the opposite, such as model_no_ema and before_swa.
 NOT_AVERAGED = re.compile(r"(?<![a-z])(no|non|not|un|without|wo|before|pre|raw)[\W_]?(ema|swa|averag)", re.IGNORECASE)
 COUNTER = re.compile(r"(?:.*\.)?(n_averaged|num_batches_tracked|num_updates|steps?)")  # of a wrapper
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Ignored:
@@ -52,7 +51,10 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
         ConversionError: the weights are missing, damaged or not floating point, or it is not clear which to read.
     """
     name, found = str(source), dict[str, dict[str, torch.Tensor]]()  # tensors by the keys of their dictionary
-    for path in _weight_files(name):
+    files = [Path(name)] if Path(name).is_file() else weight_files(name, ConversionError)
+    if not files:
+        raise ConversionError(f"{name}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
+    for path in files:
         for keys, entries in _read_weight_file(path):
             for key, tensor in entries.items():
                 bare = WRAPPER.sub("", str(key))
@@ -95,21 +97,6 @@ def _inside(
                 f"{source}: {name} is no tensor of the ViT, which is under {prefix.rstrip('.')!r}; save the state "
                 "dict of the ViT alone"
             )
-
-
-def _weight_files(source: str) -> list[Path]:
-    if Path(source).is_file():
-        return [Path(source)]
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if path := find_file(source, name, ConversionError):
-            if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-                return [path]
-            shards = sorted(set(read_json(path, WeightsIndex, ConversionError).weight_map.values()))
-            found = {shard: find_file(source, shard, ConversionError) for shard in shards}
-            if missing := [shard for shard, path in found.items() if path is None]:
-                raise ConversionError(f"{source}: {missing[0]} is missing, although the weight index lists it")
-            return [path for path in found.values() if path is not None]
-    raise ConversionError(f"{source}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
 
 
 def _read_weight_file(path: Path) -> Iterator[tuple[str, dict[Any, torch.Tensor]]]:

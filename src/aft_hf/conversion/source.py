@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
-from ..loading import OWN_KERNELS, load, read_config, read_image_processor
+from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor
 from ..reading import Document, explained, read_json
 from .files import read_weights
 from .names import DISTILLED_HEADS, HEAD, OPTIONAL, Part, vit_tensors
@@ -115,8 +115,8 @@ def read_source(
             the width of the checkpoint.
 
     Raises:
-        ConversionError: the checkpoint does not exist, is damaged, or is not a ViT or DeiT; or an option contradicts
-            its config.
+        ConversionError: the checkpoint does not exist, is damaged, holds NaN or infinity, or is not a ViT or DeiT; or
+            an option contradicts its config.
         TypeError: `source` is neither a path nor a model.
     """
     if isinstance(source, PreTrainedModel):
@@ -143,6 +143,7 @@ def read_source(
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     with explained(f"{name}: holds no weights of a ViT or DeiT", ConversionError):
         parts = vit_tensors(name, {key: tensor.to(dtype) for key, tensor in tensors.items()})
+    check_finite(name, ((part.sources[0], part.tensor) for part in parts.values()), ConversionError)
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         if isinstance(stated, TimmConfig):
             config: Any = infer_config(name, parts, stated, image_size=source_image_size, num_heads=source_num_heads)

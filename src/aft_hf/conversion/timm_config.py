@@ -38,6 +38,8 @@ Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
 BESIDE = {"label_names", "label_descriptions", "global_pool"}
+# Keys of earlier versions of timm.
+RENAMED = {"labels": "label_names", "label_name": "label_names", "display_name": "label_descriptions"}
 
 
 class PretrainedConfig(Document):
@@ -74,10 +76,15 @@ class TimmConfig(Document):
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     """Return a config of timm; raise a ConversionError unless it is that of a ViT or DeiT with a class token.
 
-    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
-    and entries beside `pretrained_cfg` replace those in it.
+    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself,
+    and some under other names; and entries beside `pretrained_cfg` replace those in it.
     """
-    stated = json.loads(json.dumps(config), object_hook=lambda each: {k: v for k, v in each.items() if v is not None})
+
+    def current(entries: dict[str, Any]) -> dict[str, Any]:
+        stated = {key: value for key, value in entries.items() if value is not None}
+        return {RENAMED[key]: stated[key] for key in RENAMED if key in stated} | stated
+
+    stated = json.loads(json.dumps(config), object_hook=current)
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
     checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}", ConversionError)

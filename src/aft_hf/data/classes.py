@@ -4,7 +4,10 @@ import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
 
 SHOWN = 5
 NUMBER = re.compile(r"(?:LABEL_)?(\d+)")
@@ -18,6 +21,48 @@ def are_names(labels: Sequence[str]) -> bool:
 def chooses_a_class(config: PreTrainedConfig) -> bool:
     """Return whether a classifier chooses one of several classes. Multi-label models and regressions do not."""
     return len(config.id2label or {}) > 1 and config.problem_type in (None, "single_label_classification")
+
+
+def other_task(config: PreTrainedConfig) -> str:
+    """Return the answer of all commands to a classifier that does not choose one of several classes."""
+    return (
+        "aft-hf trains, distills and evaluates a classifier that chooses one of several classes, got "
+        f"problem_type={config.problem_type!r} and num_labels={len(config.id2label or {})}; train and evaluate a "
+        "multi-label classifier or a regression with transformers' Trainer"
+    )
+
+
+def require_a_class(name: str, config: PreTrainedConfig) -> None:
+    """Raise a ValueError unless the classifier `name` chooses one of several classes."""
+    if not chooses_a_class(config):
+        raise ValueError(f"{name}: {other_task(config)}")
+
+
+def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[int]:
+    """Return the number that each class of a student has in its teacher, which must have the same classes.
+
+    Classes are matched by name, or by number (with a warning) if one of the two has no class names.
+    """
+    require_a_class("the teacher", teacher)
+    require_a_class("the model", student)
+    named = [{int(number): name for number, name in (each.id2label or {}).items()} for each in (teacher, student)]
+    theirs, ours = ([names[number] for number in sorted(names)] for names in named)
+    both = f"the teacher has the {len(theirs)} classes {listed(theirs)}, the model {len(ours)}: {listed(ours)}"
+    numbers = list(range(len(ours)))
+    if theirs == ours:
+        return numbers
+    known, wanted = (labels if are_names(labels) else [*map(_number, labels)] for labels in (theirs, ours))
+    if sorted(known) == sorted(wanted) and len({*known}) == len(known):
+        return [known.index(label) for label in wanted]
+    if len(theirs) != len(ours) or (are_names(theirs) and are_names(ours)):
+        raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
+    logger.warning(f"classes of the teacher and the model are matched by number: {both}")
+    return numbers
+
+
+def _number(label: str) -> str:
+    """Return the number of a label such as "007" or "LABEL_7": "7"."""
+    return str(int(NUMBER.sub(r"\1", label)))
 
 
 def by_number(labels: Sequence[str], count: int) -> list[str]:

@@ -79,7 +79,6 @@ def build_card(
     distilled = facts.conversion is not None and facts.conversion["distillation"]
     pictures = [file for file in PICTURES if (directory / file).is_file()]
     types = set(config.layer_aft_types)
-    is_limited = config.use_position_embeddings or types & {"full", "local"}
     return ModelCard.from_template(
         _metadata(facts, name, task, _license(directory, license)),
         template_path=str(TEMPLATE),
@@ -93,9 +92,9 @@ def build_card(
         task=task,
         pipeline=facts.architecture != "AFTModel",
         architecture=_architecture(facts),
-        longest=config.max_position_embeddings if is_limited else "no limit",
+        longest=getattr(config, "max_position_embeddings", "no limit"),
         any_size=not config.use_position_embeddings and types == {"conv"},
-        side=math.isqrt(config.max_position_embeddings // 3),  # of the images of a model of sub-pixels
+        side=facts.pixel_side or math.isqrt(getattr(config, "max_position_embeddings", 0) // 3),
         size=" x ".join(map(str, pair(config.image_size))),
         conversion_file=REPORT_NAME,
         pictures=[{"file": file, "name": _label(Path(file).stem), "text": PICTURES[file]} for file in pictures],
@@ -189,7 +188,7 @@ def _architecture(facts: Facts) -> dict[str, Any]:
     """Return the rows of the card's table of the architecture: the fields of the config that are not the default."""
     default, rows = AFTConfig(), {"parameters": facts.parameters}
     for name in AFTConfig.__annotations__:
-        value = getattr(facts.config, name)
+        value = getattr(facts.config, name, getattr(default, name))
         if value != getattr(default, name) and name not in ("id2label", "dtype") and name[0] != "_":
             rows[name.replace("_", " ")] = value
     return rows

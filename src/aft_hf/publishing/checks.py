@@ -147,7 +147,9 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
     config = model.config
     with explained("the model does not run", PublishError):
         if config.modality == "text":
-            tokens = torch.arange(min(8, config.max_position_embeddings)).unsqueeze(0) % config.vocab_size
+            tokens = (
+                torch.arange(min(8, getattr(config, "max_position_embeddings", 8))).unsqueeze(0) % config.vocab_size
+            )
             example = {"input_ids": tokens}
         else:
             example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}

@@ -60,6 +60,7 @@ class Facts:
     base_model: str | None = None  # an id on the Hub
     conversion: dict[str, Any] | None = None
     is_pixels: bool = False  # whether the tokens are sub-pixels
+    pixel_side: int = 0  # of the images of a model of sub-pixels
     paper: str | None = None  # what the paper reports
     versions: str | None = None  # of the software of the training
 
@@ -125,6 +126,8 @@ def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
     """Read the recipe of a run of the training loop."""
     data, paper = section(recipe, "data"), section(recipe, "paper")
     facts.is_pixels = recipe.get("task") == "pixels"
+    if isinstance(side := data.get("image_size"), int):
+        facts.pixel_side = side
     if data.get("dataset"):
         facts.dataset = str(data["dataset"])
     elif data.get("train"):

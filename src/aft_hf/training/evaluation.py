@@ -32,7 +32,7 @@ from transformers.utils import logging
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
 from ..data.atomic_files import write_json
-from ..data.classes import are_names, by_number, listed
+from ..data.classes import are_names, by_number, listed, require_a_class
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
@@ -128,6 +128,7 @@ def evaluate_classifier(
         stretch_kernels, enlarge_patches: False keeps the kernels or the patch size of an AFT-conv as trained. They
             then cover another part of the image.
     """
+    require_a_class("the model", model.config)
     if image_size is not None:
         if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)

@@ -36,7 +36,7 @@ from ..configuration_aft import AFTConfig, pair
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
 from ..data.atomic_files import move_into
-from ..data.classes import are_names, listed
+from ..data.classes import require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples
@@ -120,6 +120,8 @@ def _classification(
     of_model: dict[Any, str] = config.id2label or {}
     if sorted(names) == sorted(of_model.values()):
         names = [of_model[number] for number in range(len(names))]  # in the order of the weights
+    config.id2label = dict(enumerate(names))
+    require_a_class(options.model_name_or_path, config)
     processor = load_image_processor(options.model_name_or_path, config, **hub)
     columns = {"image_column": options.image_column, "label_column": options.label_column}
     datasets = {
@@ -133,7 +135,7 @@ def _classification(
         "model": load(
             AutoModelForImageClassification,
             options.model_name_or_path,
-            id2label=dict(enumerate(names)),
+            id2label=config.id2label,
             label2id={name: number for number, name in enumerate(names)},
             ignore_mismatched_sizes=True,  # another number of classes gets a new classifier
             dtype="float32",
@@ -226,9 +228,11 @@ class FineTuner(Trainer):
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
         if teacher is not None:
-            # The loss is then a mean over the micro-batch, which Trainer must scale when it accumulates gradients.
-            self.model_accepts_loss_kwargs = False
-            _require_same_classes(teacher, self.model)
+            if teacher.base_model is teacher:
+                raise ValueError(
+                    f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
+                )
+            self.teacher_classes = teacher_classes(teacher.config, self.model.config)
             teacher.eval().requires_grad_(False).to(self.args.device)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -255,13 +259,19 @@ class FineTuner(Trainer):
         """Return Trainer's loss, in training with augmentation and distillation as configured."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
+        labels, share = inputs.get("labels"), None
+        if num_items_in_batch is not None and labels is not None and labels.dim() == 1:
+            # Many classifiers of transformers ignore `num_items_in_batch`, and the teacher's loss is a mean, too.
+            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            share, num_items_in_batch = (labels != -100).sum() * processes / num_items_in_batch, None
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.teacher is not None and model.training:
             pixels = inputs["pixel_values"].to(self.teacher.dtype)
             other_size = tuple(pixels.shape[2:]) != pair(self.teacher.config.image_size)
             with torch.no_grad(), self.accelerator.autocast():
-                taught = self.teacher(pixels, interpolate_pos_encoding=other_size).logits
+                taught = self.teacher(pixels, interpolate_pos_encoding=other_size).logits[:, self.teacher_classes]
             loss = distillation_loss(loss, outputs.logits, taught, **self.distillation)
+        loss = loss if share is None else loss * share
         return (loss, outputs) if return_outputs else loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -311,19 +321,6 @@ class FineTuner(Trainer):
             raise OSError(
                 f"cannot write the model to {directory} ({first_line(error)}); the files in it are unchanged"
             ) from error
-
-
-def _require_same_classes(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
-    if teacher.base_model is teacher:
-        raise ValueError(
-            f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
-        )
-    theirs, ours = (list((model.config.id2label or {}).values()) for model in (teacher, student))
-    both = f"the teacher has the {len(theirs)} classes {listed(theirs)}, the model {len(ours)}: {listed(ours)}"
-    if len(theirs) != len(ours) or (theirs != ours and are_names(theirs) and are_names(ours)):
-        raise ValueError(f"{both}; both need the same in the same order: set id2label if only the names differ")
-    if theirs != ours:
-        logger.warning(f"classes of the teacher and the model are matched by number: {both}")
 
 
 def distillation_loss(

@@ -22,8 +22,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
+from ..data.classes import require_a_class
 from ..data.loading import GENERATED, draw_images, hold_out, load_named, load_splits, require_column, write_text
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples
@@ -151,17 +153,22 @@ class BytesTask(SequenceTask):
                 if (getattr(config, name, None) or 0) >= self.config_values[name]:
                     del self.config_values[name]
 
+    def build_model(self) -> PreTrainedModel:
+        model = super().build_model()
+        # Clients cut texts at this length.
+        is_limited = getattr(model.config, "max_position_embeddings", None) is not None
+        self.processor.model_max_length = self.recipe.data.seq_len if is_limited else VERY_LARGE_INTEGER
+        return model
+
     def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
         """Return the windows of a part of a file."""
         return Windows(file, span, **options)
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build the byte tokenizer, with special tokens unless a pretrained model has embeddings of bytes only."""
-        options: dict[str, Any] = {"model_max_length": self.recipe.data.seq_len}
         source = self.recipe.model.get("pretrained")
-        if source is not None and load(AutoConfig, source).vocab_size == NUM_BYTES:
-            options |= dict.fromkeys(DEFAULT_SPECIAL_TOKENS)
-        return build_byte_tokenizer(**options)
+        is_of_bytes = source is not None and load(AutoConfig, source).vocab_size == NUM_BYTES
+        return build_byte_tokenizer(**(dict.fromkeys(DEFAULT_SPECIAL_TOKENS) if is_of_bytes else {}))
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
         counted = labels != IGNORED
@@ -189,9 +196,7 @@ class TokensTask(BytesTask):
         return windows
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = load(AutoTokenizer, self.recipe.data.tokenizer)
-        tokenizer.model_max_length = self.recipe.data.seq_len
-        return tokenizer
+        return load(AutoTokenizer, self.recipe.data.tokenizer)
 
     count = SequenceTask.count
 
@@ -222,6 +227,7 @@ class PixelsTask(SequenceTask):
             "modality": "text",
             "vocab_size": START_TOKEN + 1,
             "max_position_embeddings": self.units_per_sample,
+            "image_size": data.image_size,  # an AFT without a length limit has no other trace of it
             "bos_token_id": START_TOKEN,
             "eos_token_id": None,
         }
@@ -274,6 +280,11 @@ class ImagesTask(Task):
             "id2label": dict(enumerate(names)),
             "label2id": {name: i for i, name in enumerate(names)},
         }
+
+    def build_model(self) -> PreTrainedModel:
+        model = super().build_model()
+        require_a_class("model", model.config)
+        return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
