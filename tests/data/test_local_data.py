@@ -21,6 +21,7 @@ from aft_hf.conversion import ImagesOnDisk, read_images
 from aft_hf.data.image_files import ImageError, list_images
 from aft_hf.data.loading import hold_out, load_local, load_named, load_splits, logger
 from aft_hf.data.samples import sum_rows
+from aft_hf.data.text import join_texts
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -172,12 +173,29 @@ def write_file(path, text):
         path.write_text({".csv": f"text\n{text}\n", ".jsonl": f'{{"text": "{text}"}}\n', ".txt": text}[path.suffix])
 
 
+@pytest.mark.parametrize("how", ["file", "named file", "named directory"])
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".txt"])
-def test_files_are_read_by_their_ending_and_again_when_they_change(suffix, tmp_path):
-    for text in ("before", "thereafter"):
-        write_file(tmp_path / f"a{suffix}", text)
-        rows = load_local(tmp_path / f"a{suffix}")
+def test_files_are_read_by_their_ending_and_again_when_only_their_content_changes(suffix, how, tmp_path):
+    file = tmp_path / f"train{suffix}"
+    for text in ("the one", "another"):  # of equal length
+        write_file(file, text)
+        os.utime(file, (0, 0))
+        name = str(tmp_path if how == "named directory" else file)
+        rows = load_local(file) if how == "file" else load_named(name)["train"]
         assert rows.column_names == ["text"] and [row["text"] for row in rows] == [text]
+        assert join_texts(rows, "text").read_text() == text
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_labels_of_a_named_folder_of_images_are_read_again_when_only_their_content_changes(packed, folder, tmp_path):
+    changed = [folder / "metadata.csv", *([tmp_path / "packed" / "images.zip"] if packed else [])]
+    for label in (1, 2):
+        changed[0].write_text("file_name,label\n" + "".join(f"{name},{label}\n" for name in ALL))
+        if packed:
+            shutil.make_archive(str(changed[1].with_suffix("")), "zip", folder)
+        for file in changed:
+            os.utime(file, (0, 0))
+        assert set(load_named(str(changed[-1].parent))["train"]["label"]) == {label}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A sample is made by a function of its row and, in training, of its `SampleKey`, whose random numbers augment it. The
 order is a pure function of seed and step. A fingerprint depends on the content alone: it is the same for the same data
-at another path or on another machine. It covers the size, all labels, and the first `WHOLE` bytes of files or images.
+at another path or on another machine. It covers the size, all labels, all bytes of a file, and the first `WHOLE` bytes
+of images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,10 +128,10 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
 def sum_file(path: str | Path, span: tuple[int, int] | None = None) -> str:
     """Return the fingerprint of a file, or of a part of it, given as (start, stop) in bytes."""
     start, stop = (0, Path(path).stat().st_size) if span is None else span
-    digest, end = sha256(), min(stop, start + WHOLE)
+    digest = sha256()
     with Path(path).open("rb") as file:
         file.seek(start)
-        while block := file.read(min(end - file.tell(), 2**20)):
+        while block := file.read(min(stop - file.tell(), 2**20)):
             digest.update(block)
     return f"{stop - start} bytes, {digest.hexdigest()}"
 
