@@ -140,7 +140,8 @@ def sum_rows(rows: Rows, image_column: str, *columns: str) -> str:
     """Return the fingerprint of a column of images and of other columns, in the order of the rows."""
     rows, left = rows.with_format("arrow"), WHOLE
     values = [rows.select_columns([column])[:][column].to_pylist() for column in columns]  # without the images
-    digest = sha256(repr(values).encode())
+    names = [getattr(rows.features[column], "names", None) for column in columns]  # of numbered classes
+    digest = sha256(repr((values, names)).encode())
     for table in rows.select_columns([image_column]).iter(100):
         for image in table[image_column].to_pylist():
             if isinstance(image, dict):  # the content of a file, or its path
