@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import sha256
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from datasets import Dataset as Rows
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
-from .image_files import ImageError, check_file
+from .image_files import ImageError, check_file, open_image
 
 
 WHOLE = 2**30  # bytes, which take seconds to read
@@ -44,10 +45,17 @@ Maker = Callable[[Row, SampleKey | None], Sample]
 
 
 def image_of(row: Row, column: str) -> Image.Image:
-    """Return the image in a column of a row; raise an `ImageError` if there is none."""
-    if not isinstance(row[column], Image.Image):
-        raise ImageError(f"has no image in column {column!r}")
-    return row[column]
+    """Return the image in a column of a row: a decoded one, the content of a file, or its path.
+
+    A relative path begins at the working directory. An `ImageError` is raised if there is no image.
+    """
+    value = row[column]
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, (bytes, str)) and value:
+        return open_image(value)
+    what = "" if value is None else f" but {shown(value)}: give a column of images, of image files, or of their paths"
+    raise ImageError(f"has no image in column {column!r}{what}")
 
 
 @dataclass(eq=False)
@@ -144,10 +152,9 @@ def sum_rows(rows: Rows, image_column: str, *columns: str) -> str:
     digest = sha256(repr((values, names)).encode())
     for table in rows.select_columns([image_column]).iter(100):
         for image in table[image_column].to_pylist():
-            if isinstance(image, dict):  # the content of a file, or its path
-                content = image["bytes"] or check_file(image["path"] or "").read_bytes()
-            else:  # it is missing
-                content = repr(image).encode()
+            content, path = (image["bytes"], image["path"]) if isinstance(image, dict) else (image, image)
+            if not (content and isinstance(content, bytes)):
+                content = check_file(path).read_bytes() if isinstance(path, str) else repr(image).encode()
             digest.update(content)
             left -= len(content)
         if left <= 0:
