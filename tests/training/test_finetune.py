@@ -142,6 +142,13 @@ def test_a_vit_for_larger_images_teaches(classifier, vit, images, tmp_path):
     assert np.isfinite(start(classifier, tmp_path, *options, *smoothed)["train_loss"])
 
 
+@pytest.mark.parametrize("option", ["--eval_do_concat_batches=false", "--batch_eval_metrics=true"])
+def test_the_accuracy_is_that_of_all_batches_however_trainer_collects_them(option, classifier, images, tmp_path):
+    options = ["--do_eval", "--validation", images, "--per_device_eval_batch_size", 3]
+    metrics = start(classifier, tmp_path, *options, option)
+    assert metrics["eval_accuracy"] == start(classifier, tmp_path, *options)["eval_accuracy"]
+
+
 # Held-out data
 
 

@@ -88,7 +88,10 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     if Path(name).is_file():
         return DatasetDict(train=load_local(name))
     check_named(name)
-    splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
+    try:
+        splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
+    except Exception as error:  # of any type, and mostly without the name
+        raise ValueError(f"{name}: cannot be loaded ({described(error.__cause__ or error)})") from error
     return DatasetDict(
         {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
     )

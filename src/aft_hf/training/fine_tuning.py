@@ -70,6 +70,7 @@ def parse_arguments(words: Sequence[str]) -> TrainingArguments:
     (arguments,) = parser.parse_args_into_dataclasses([*words])
     arguments.disable_tqdm |= not sys.stderr.isatty()  # a log gets a line per report, not a bar per step
     arguments.remove_unused_columns = False  # images become pixel values when a row is read
+    arguments.eval_do_concat_batches, arguments.batch_eval_metrics = True, False  # the accuracy is that of all batches
     if not (arguments.do_train or arguments.do_eval):
         raise ValueError("nothing to do: give --do-train, --do-eval, or both")
     if arguments.fp16 and arguments.device.type == "cpu":  # Accelerate would compute in float32
