@@ -1,20 +1,27 @@
 """The command `aft-hf`: its commands, and errors of users, which are one line and a non-zero exit status."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from saved_models import changed, edited, save_models
+from safetensors.torch import load_file, save_file
 from tiny_models import vit_model
+from tqdm import tqdm
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, cli
 from aft_hf.conversion import REPORT_NAME
+from aft_hf.progress import plain_output
+from aft_hf.training.checkpoints import Manifest, Record, write_manifest
 
 
 @pytest.fixture
@@ -180,3 +187,71 @@ def test_one_answer_for_models_that_do_not_choose_a_class(options, models, tmp_p
     assert done.returncode == 0 and told in done.stdout.replace("\n", " ") and "--teacher" not in done.stdout
     done = aft_hf("convert", "other-vit", "aft2", *sizes, "--distill", "--images", "images", "--steps", 1)
     assert done.returncode != 0 and told in done.stderr
+
+
+CONTROLS = ["\x1b[31mred", "\x1b]0;title\x07", "\x9b2J", "\rover", "\u202etxt.exe", "\x1b[A", "\x08\x08", "\x1bc"]
+NAME = f"a{''.join(CONTROLS)}b"
+
+
+def is_plain(text):
+    return all(each.isprintable() or each in "\n\t" for each in text)
+
+
+def test_no_name_of_a_file_or_class_controls_the_terminal(vit, tmp_path, aft_hf):
+    source = shutil.copytree(vit, tmp_path / NAME)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(source)
+    for label in ("LABEL_0", f"LABEL_1{NAME}"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "images" / label / "1.png")
+    for words, code, said in (
+        (["convert", source, tmp_path / f"{NAME}aft", "--kernel-size", 3, "--num-heads", 2], 0, "baft"),
+        (["visualize", tmp_path / f"{NAME}aft", "biases", "--out", tmp_path / f"{NAME}.svg"], 0, "b.svg"),
+        (["evaluate", source, tmp_path / "images"], 0, "accuracy"),
+        ([NAME], 2, "No such command"),
+    ):
+        done = aft_hf(*words)
+        assert done.returncode == code and said in done.stdout + done.stderr and is_plain(done.stdout + done.stderr)
+
+
+def test_no_file_name_in_a_manifest_controls_the_terminal(tmp_path, aft_hf):
+    for number, control in enumerate(CONTROLS, 1):
+        checkpoint = tmp_path / "checkpoints" / f"step-{number:09}"
+        checkpoint.mkdir(parents=True)
+        manifest = Manifest(step=number, record=Record(), recipe={}, data="", files={f"a{control}b": "0"})
+        write_manifest(checkpoint, manifest)
+    small = ["steps=1", "model.num_hidden_layers=1", "model.hidden_size=16", "model.num_heads=1", "tracker=null"]
+    data = ["data.train=generated", "data.seq_len=16", "data.max_eval_samples=1"]
+    done = aft_hf("train", "configs/examples/bytes_aft_local.yaml", f"output_dir={tmp_path}", *small, *data)
+    assert done.returncode == 0, done.stderr
+    assert is_plain(done.stdout) and done.stdout.count("is damaged (a") == len(CONTROLS)
+
+
+def test_no_name_of_a_tensor_controls_the_terminal_nor_do_colors_of_a_library(vit, tmp_path):
+    copy = Path(shutil.copytree(vit, tmp_path / "vit"))
+    tensors = load_file(copy / "model.safetensors")
+    save_file(tensors | {f"x{control}y": torch.ones(1) for control in CONTROLS}, copy / "model.safetensors")
+    (tmp_path / "images/LABEL_0").mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(tmp_path / "images/LABEL_0/1.png")
+    words = [sys.executable, "-m", "aft_hf", "evaluate", str(copy), str(tmp_path / "images")]
+    ours, theirs = os.openpty()  # transformers colors its report in a terminal
+    done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    shown = done.stderr
+    assert done.returncode == 0, shown
+    with suppress(OSError):  # the end
+        while block := os.read(ours, 1000):
+            shown += block.replace(b"\r\n", b"\n")
+    assert b"UNEXPECTED" in shown and b"accuracy" in shown and is_plain(shown.decode())
+
+
+def test_bars_move_in_their_lines_and_nothing_else_does(capsys):
+    with plain_output():
+        print("\x1b[A", "\r|", file=sys.stdout)
+        print("error \x1b[A \r|", file=sys.stderr)
+        with tqdm(total=1, desc="\x1b]0;x\rdesc", file=sys.stderr), tqdm(total=1, position=1, file=sys.stderr):
+            pass
+    shown = capsys.readouterr()
+    assert shown.out == " [A  |\n" and shown.err.startswith("error  [A  |\n\r ]0;x desc:   0%|")
+    assert "\x1b[A" in shown.err and "\x1b]" not in shown.err
+    print("\x1b[31m")
+    assert capsys.readouterr().out == "\x1b[31m\n"

@@ -2,10 +2,12 @@
 
 import os
 import signal
-from typing import Any
+import threading
+from typing import Annotated, Any
 
 import pytest
 import torch
+from pydantic import Field
 from torch.utils.data import DataLoader
 
 from aft_hf.reading import (
@@ -25,6 +27,7 @@ from aft_hf.reading import (
 
 class Example(Document):
     count: int
+    pair: Annotated[list[int], Field(min_length=2, max_length=2)] = [1, 2]
     names: list[str] | None = None
     share: float = 0.5
 
@@ -40,6 +43,7 @@ UNREADABLE = {
     "infinity for an integer": (b'{"count": 1e999}', "count=inf: must be a valid integer"),
     "a number in a list of strings": (b'{"count": 1, "names": ["a", 2]}', "names.1=2: must be a valid string"),
     "a long string for a number": (b'{"count": "' + b"x" * 10_000_000 + b'"}', "count='xxx"),
+    "a list that is too short": (b'{"count": 1, "pair": [1]}', "pair=[1]: must have at least 2 items, not 1"),
     "many wrong keys": (b'{"count": 1, "names": [1, 2, 3, 4, 5, 6]}', "; and 3 more"),
     "colours of a terminal": (b'{"count": "\\u001b[31mred"}', r"count='\x1b[31mred'"),
 }
@@ -176,6 +180,27 @@ def test_a_command_that_fails_says_why_in_one_line(case, capsys):
     assert ended.value.code == 1
     assert line.startswith("program: ") and said in line and line.isprintable() and len(line) < 1000
     assert "Traceback" not in line
+
+
+class Dying:
+    """Object in whose destructor the process is told that a worker of a data loader was killed."""
+
+    def __del__(self) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+
+@pytest.mark.parametrize("place", ["a destructor", "a thread"])
+def test_an_error_where_none_can_be_caught_is_one_line(place, capsys):
+    with reported("program"):
+        if place == "a thread":
+            thread = threading.Thread(target=fails, args=(ValueError("x.json: is\nno recipe"),))
+            thread.start()
+            thread.join()
+        else:
+            Dying()
+    line = capsys.readouterr().err
+    assert line.startswith("program: ") and line.count("\n") == 1 and "Traceback" not in line
+    assert ("is no recipe" if place == "a thread" else "give fewer workers") in line
 
 
 def test_the_traceback_of_a_command_is_shown_on_request(monkeypatch, capsys):

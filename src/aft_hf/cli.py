@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from .benchmarking import benchmark_command, keep_freed_memory
 from .conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
 from .conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
 from .data.classes import chooses_a_class, other_task
-from .progress import no_bars_in_logs, plain_console
+from .progress import no_bars_in_logs, plain_console, plain_output
 from .publishing.command import publish_command
 from .reading import reported
 from .training.command import evaluate_command, finetune_command, train_command
@@ -243,7 +244,9 @@ def main() -> None:
     no_bars_in_logs()
     if sys.argv[1:2] != ["transformers"]:  # the requests of a server differ in size: kept memory would fragment
         keep_freed_memory()
-    with reported("aft-hf"):
+    # The help, which is not from files, has colors; `transformers chat` moves the cursor.
+    own = "--help" in sys.argv or sys.argv[1:2] == ["transformers"]
+    with nullcontext() if own else plain_output(), reported("aft-hf"):
         app(prog_name="aft-hf")
 
 

@@ -9,6 +9,7 @@ guards a whole command: it prints any exception as one line. Where a function ta
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -189,16 +190,29 @@ def reported(program: str) -> Iterator[None]:
     """Context manager for a whole command: print any error as a line after the name `program`, and exit with status 1.
 
     An error that is neither a ValueError nor an OSError may be a bug, so its line also names the code that raised it.
+    Errors in destructors and threads, where that of a killed worker of a data loader can appear, are one line, too.
     """
+    if os.environ.get(TRACEBACK):
+        yield
+        return
+
+    def tell(failure: Any) -> None:
+        problem, kind = failure.exc_value, failure.exc_type
+        if not issubclass(kind, ENDS):
+            text = _sentence(problem) if problem is not None and problem.__traceback__ else kind.__name__
+            print(f"{program}: {printable(text)}", file=sys.stderr)
+
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = threading.excepthook = tell
     try:
         yield
     except ENDS:
         raise
     except BaseException as problem:
-        if os.environ.get(TRACEBACK):
-            raise
         print(f"{program}: {printable(_sentence(problem))}", file=sys.stderr)
         sys.exit(1)
+    finally:
+        sys.unraisablehook, threading.excepthook = hooks
 
 
 def _sentence(error: BaseException) -> str:
@@ -230,7 +244,8 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         is_unknown, last = problem["type"] == "extra_forbidden", len(problem["loc"]) - 1
         parts = enumerate(problem["loc"])
         key = ".".join(str(part) for i, part in parts if not TYPE.fullmatch(str(part)) or (is_unknown and i == last))
-        message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        message = re.sub("^[A-Z][a-z]+ should ", "must ", problem["msg"].removeprefix("Value error, "))
+        message = message.replace(" after validation", "")
         if "instance of" in message:  # of a class that a user does not know
             message = "must be a mapping of keys to values"
         if problem["type"] == COMPLETE:

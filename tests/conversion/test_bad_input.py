@@ -138,6 +138,8 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
             lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}),
             r"layers.1.attention.\w_proj.weight: .*\[24, 24\]",
         ),
+        (lambda t: [t.pop(name) for name in [*t] if "blocks.0" in name], "has no tensor layers.0.mlp.fc1.weight"),
+        (lambda t: t.pop("pos_embed"), "has no tensor embeddings.position_embeddings"),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"blocks.9.ls1.gamma": torch.zeros(24)}), "once: blocks.9.ls1.gamma"),
         (lambda t: t.update({"layers.0.mlp.fc1.bias": torch.zeros(MLP)}), "fc1.bias .* has another name"),

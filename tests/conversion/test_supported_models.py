@@ -7,6 +7,7 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     Dinov2Config,
+    Dinov2ForImageClassification,
     Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
@@ -65,6 +66,9 @@ REFUSED = {
     "clip_vision_model": lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES)),
     "gpt2": lambda: GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10)),
     "SwiGLU": lambda: dinov2(use_swiglu_ffn=True),
+    "its classifier reads the class token and the mean": lambda: Dinov2ForImageClassification(
+        Dinov2Config(**WITHOUT_MLP)
+    ),
 }
 
 

@@ -40,17 +40,15 @@ def write_folder(folder: Path, pixels: list[np.ndarray]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("whole", [1000, 50])
-def test_every_byte_of_a_file_or_part_counts_up_to_the_limit_and_its_name_does_not(tmp_path, monkeypatch, whole):
-    monkeypatch.setattr(samples, "WHOLE", whole)
+def test_every_byte_of_a_file_or_part_counts_and_its_name_does_not(tmp_path):
     content, path, sums, parts = bytes(range(100)), tmp_path / "file", [], []
     for i in range(100):
         path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
         sums.append(sum_file(path))
         parts.append(sum_file(path, (20, 80)))
     path.write_bytes(content)
-    assert len({*sums, sum_file(path)}) == min(whole, 100) + 1
-    assert len(set(parts)) == min(whole, 60) + 1 and {*parts[:20], *parts[80:]} == {sum_file(path, (20, 80))}
+    assert len({*sums, sum_file(path)}) == 101
+    assert len(set(parts)) == 61 and {*parts[:20], *parts[80:]} == {sum_file(path, (20, 80))}
     before = sum_file(path)
     assert sum_file(path.rename(tmp_path / "other")) == before
     (tmp_path / "other").write_bytes(content + b"x")

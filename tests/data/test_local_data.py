@@ -20,7 +20,8 @@ from transformers.testing_utils import CaptureLogger
 from aft_hf.conversion import ImagesOnDisk, read_images
 from aft_hf.data.image_files import ImageError, list_images
 from aft_hf.data.loading import hold_out, load_local, load_named, load_splits, logger
-from aft_hf.data.samples import sum_rows
+from aft_hf.data.samples import RowSamples, image_of, sum_rows
+from aft_hf.data.text import join_texts
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -172,12 +173,29 @@ def write_file(path, text):
         path.write_text({".csv": f"text\n{text}\n", ".jsonl": f'{{"text": "{text}"}}\n', ".txt": text}[path.suffix])
 
 
+@pytest.mark.parametrize("how", ["file", "named file", "named directory"])
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".txt"])
-def test_files_are_read_by_their_ending_and_again_when_they_change(suffix, tmp_path):
-    for text in ("before", "thereafter"):
-        write_file(tmp_path / f"a{suffix}", text)
-        rows = load_local(tmp_path / f"a{suffix}")
+def test_files_are_read_by_their_ending_and_again_when_only_their_content_changes(suffix, how, tmp_path):
+    file = tmp_path / f"train{suffix}"
+    for text in ("the one", "another"):  # of equal length
+        write_file(file, text)
+        os.utime(file, (0, 0))
+        name = str(tmp_path if how == "named directory" else file)
+        rows = load_local(file) if how == "file" else load_named(name)["train"]
         assert rows.column_names == ["text"] and [row["text"] for row in rows] == [text]
+        assert join_texts(rows, "text").read_text() == text
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_labels_of_a_named_folder_of_images_are_read_again_when_only_their_content_changes(packed, folder, tmp_path):
+    changed = [folder / "metadata.csv", *([tmp_path / "packed" / "images.zip"] if packed else [])]
+    for label in (1, 2):
+        changed[0].write_text("file_name,label\n" + "".join(f"{name},{label}\n" for name in ALL))
+        if packed:
+            shutil.make_archive(str(changed[1].with_suffix("")), "zip", folder)
+        for file in changed:
+            os.utime(file, (0, 0))
+        assert set(load_named(str(changed[-1].parent))["train"]["label"]) == {label}
 
 
 @pytest.mark.parametrize(
@@ -362,3 +380,66 @@ def test_structs_of_bytes_and_path_are_images_for_all_readers(kind, tmp_path):
     parquet.write_table(pyarrow.table({"image": pyarrow.array(rows, struct)}), path)
     for images in (load_local(path)["image"], read_images(path, 5)):
         assert [image.getpixel((0, 0))[0] for image in images] == [7] * len(rows)
+
+
+# Columns of files and of paths
+
+
+def write_column(file, values, kind="string"):
+    table = pyarrow.table({"image": pyarrow.array(values, getattr(pyarrow, kind)()), "label": [0] * len(values)})
+    if file.suffix == ".parquet":
+        parquet.write_table(table, file)
+    else:
+        write = Dataset.to_csv if file.suffix == ".csv" else Dataset.to_json
+        write(Dataset(table), file)
+    return load_local(file)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [(".parquet", kind) for kind in ("binary", "large_binary", "string", "large_string")]
+    + [(".csv", "string"), (".jsonl", "string")],
+)
+def test_columns_of_whole_files_or_of_their_paths_are_images(suffix, kind, tmp_path, monkeypatch):
+    (tmp_path / "1.png").write_bytes(picture(7))
+    (tmp_path / "2.png").write_bytes(picture(9))
+    monkeypatch.chdir(tmp_path)
+    stored = [picture(7), picture(9)] if "binary" in kind else [str(tmp_path / "1.png"), "2.png"]
+    rows = write_column(tmp_path / f"rows{suffix}", stored, kind)
+    samples = RowSamples(rows, lambda row, key: image_of(row, "image"), ["image", "label"])
+    assert [image.getpixel((0, 0))[0] for image in samples] == [7, 9]
+    if suffix == ".parquet":
+        for images in (ImagesOnDisk(tmp_path / "rows.parquet"), read_images(tmp_path / "rows.parquet", 5)):
+            assert [image.getpixel((0, 0))[0] for image in images] == [7, 9]
+    before = samples.fingerprint()
+    contents = [{"bytes": content, "path": None} for content in (picture(7), picture(9))]
+    decoded = Dataset.from_dict(
+        {"image": contents, "label": [0, 0]}, Features(image=ImageFeature(), label=Value("int64"))
+    )
+    assert before == sum_rows(decoded, "image", "label")
+    (tmp_path / "2.png").write_bytes(picture(8))
+    assert (samples.fingerprint() == before) == ("binary" in kind)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[repr(path[:40]) for path in PATHS])
+def test_a_path_in_a_column_of_texts_is_that_of_a_regular_file(tmp_path, path):
+    rows = write_column(tmp_path / "rows.parquet", [file_of(tmp_path, path)])
+    samples = RowSamples(rows, lambda row, key: image_of(row, "image"), ["image"])
+    for read in (lambda: samples[0], samples.fingerprint, lambda: list(read_images(tmp_path / "rows.parquet", 5))):
+        with pytest.raises(ImageError) as error:
+            read()
+        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [5, [1, 2], {"x": 1}, True, b"no image", "no file", None], ids=repr)
+def test_what_is_no_image_is_shown_with_its_row_and_column(tmp_path, value):
+    rows = Dataset.from_dict({"image": [value]})
+    samples = RowSamples(rows, lambda row, key: image_of(row, "image"), ["image"])
+    told = {bytes: "cannot be read as an image", str: "no file: no such file in the working directory"}
+    other = "has no image in column 'image'" + ("" if value is None else " but .*: give a column of images, of image")
+    with pytest.raises(ImageError, match=f"^row 0: .*{told.get(type(value), other)}"):
+        samples[0]
+    parquet.write_table(rows.data.table, tmp_path / "rows.parquet")
+    if type(value) in (int, list):
+        with pytest.raises(ValueError, match=r"none of its columns holds images: image \((int64|List.*)\)"):
+            ImagesOnDisk(tmp_path / "rows.parquet")

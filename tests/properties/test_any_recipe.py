@@ -22,7 +22,7 @@ def valid_recipes(draw) -> dict:
     task = draw(st.sampled_from(sorted(TASKS)))
     values = {
         "task": task,
-        "notes": draw(st.text(max_size=20)),
+        "notes": draw(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)),
         "model": {"architecture": "aft", "hidden_size": 8} if draw(st.booleans()) else {"pretrained": "name"},
         "data": TASKS[task] | {"train": "file", "workers": draw(st.integers(0, 4))},
         "optimizer": {"learning_rate": draw(RATES), "betas": [0.9, draw(st.sampled_from([0.95, 0.999]))]},

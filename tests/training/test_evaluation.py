@@ -306,6 +306,12 @@ def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(evaluate, ima
         f"{size} px": pytest.approx(evaluate_classifier(model, processor, images, image_size=(size, size)))
         for size in (16, 24)
     }
+    rows = ["image,label"]
+    for i, row in enumerate(images):
+        row["image"].save(tmp_path / f"{i}.png")
+        rows.append(f"{tmp_path}/{i}.png,{row['label']}")
+    (tmp_path / "paths.csv").write_text("\n".join(rows))
+    assert evaluate(data="paths.csv")[1]["as trained"] == pytest.approx(metrics["16 px"])
     Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "text.parquet")
     for data, options, code, message in (
         ("none.parquet", ["--device", "cpu"], 1, "none.parquet: no such file or folder"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from functools import partial, partialmethod
 from pathlib import Path
@@ -141,6 +142,13 @@ def test_a_vit_for_larger_images_teaches(classifier, vit, images, tmp_path):
     assert np.isfinite(start(classifier, tmp_path, *options, *smoothed)["train_loss"])
 
 
+@pytest.mark.parametrize("option", ["--eval_do_concat_batches=false", "--batch_eval_metrics=true"])
+def test_the_accuracy_is_that_of_all_batches_however_trainer_collects_them(option, classifier, images, tmp_path):
+    options = ["--do_eval", "--validation", images, "--per_device_eval_batch_size", 3]
+    metrics = start(classifier, tmp_path, *options, option)
+    assert metrics["eval_accuracy"] == start(classifier, tmp_path, *options)["eval_accuracy"]
+
+
 # Held-out data
 
 
@@ -231,12 +239,16 @@ def checkpoint(classifier, images, tmp_path_factory):
 
 PICKLES = ["optimizer.pt", "scheduler.pt", "rng_state.pth"]
 CUT = [*PICKLES, "trainer_state.json", "model.safetensors"]
+SAVED = '{"global_step": 1, "train_batch_size": 8, "stateful_callbacks": %s}'
 DAMAGES = {f"{name} is cut": (name, lambda path: path.write_bytes(path.read_bytes()[:40])) for name in CUT}
 DAMAGES |= {f"{name} is empty": (name, lambda path: path.write_bytes(b"")) for name in CUT}
 DAMAGES |= {f"{name} is missing": (name, Path.unlink) for name in ("optimizer.pt", "scheduler.pt")}
 DAMAGES |= {
     f"trainer_state.json holds {text[:20]}": ("trainer_state.json", partial(Path.write_text, data=text))
-    for text in ("[]", "{}", '{"global_step": -1}', '{"global_step": 1' + "0" * 400 + "}")
+    for text in (
+        *("[]", "{}", '{"global_step": -1}', '{"global_step": 1' + "0" * 400 + "}"),
+        *(SAVED % text for text in ("5", '{"aft_hf": {"seed": {"a": [1]}}}')),
+    )
 }
 
 
@@ -263,6 +275,126 @@ def test_a_damaged_checkpoint_is_said_to_be_in_one_line(damage, classifier, imag
     with pytest.raises((ValueError, OSError), match="checkpoint-1") as stopped:
         start(classifier, tmp_path, *options)
     assert "\n" not in str(stopped.value) and len(str(stopped.value)) < 1000
+
+
+CHANGES = {
+    "batch size=8, and this run has 4": ["--per_device_train_batch_size", 4],
+    "batch size=8, and this run has 16": ["--gradient_accumulation_steps", 2],
+    "seed=42": ["--seed", 1],
+    "learning_rate=5e-05": ["--learning_rate", 1e-3],
+    "optim='adamw_torch_fused'": ["--optim", "adafactor"],
+    "augmentation='None'": ["--augmentation", "shift"],
+    "teacher=": ["--teacher", "{vit}"],
+    "position_bias_scale=1.0": ["--position_bias_scale", 2],
+    "model.hidden_dropout_prob=0.0": ["--model_name_or_path", "{other}"],
+    "other training data": ["--max_train_samples", 37],
+    "": ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--num_train_epochs", 1],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_resumes_only_with_the_options_of_its_checkpoint(change, classifier, vit, images, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    save_classifier(tmp_path / "other", num_labels=2, hidden_dropout_prob=0.5)
+    options = [str(option).format(vit=vit, other=tmp_path / "other") for option in CHANGES[change]]
+    options += ["--do_train", "--train", images, "--max_steps", 2, "--resume_from_checkpoint", "true"]
+    if not change:
+        start(classifier, tmp_path, *options)
+        return
+    with pytest.raises(
+        ValueError, match=f"checkpoint-1 was made with {re.escape(change)}.*: give the same, or"
+    ) as told:
+        start(classifier, tmp_path, *options)
+    assert "\n" not in str(told.value)
+
+
+def repainted(folder):
+    path = folder / "red" / "0.png"
+    Picture.open(path).rotate(180).save(path)
+
+
+def swapped(folder):
+    for old, new in (("red", "x"), ("blue", "red"), ("x", "blue")):
+        (folder / old).rename(folder / new)
+
+
+DATA_CHANGES = {
+    "an image": repainted,
+    "a label": lambda folder: (folder / "red" / "1.png").rename(folder / "blue" / "30.png"),
+    "all labels": swapped,
+    "the name of a class": lambda folder: (folder / "red").rename(folder / "scarlet"),
+    "one image less": lambda folder: (folder / "red" / "7.png").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", [*DATA_CHANGES, "none"])
+def test_a_run_resumes_only_on_the_data_of_its_checkpoint_wherever_they_lie(
+    change, classifier, images, checkpoint, tmp_path
+):
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    shutil.copytree(images, tmp_path / "images")
+    options = ["--do_train", "--train", tmp_path / "images", "--max_steps", 2, "--resume_from_checkpoint", "true"]
+    if change == "none":
+        start(classifier, tmp_path, *options)
+        return
+    DATA_CHANGES[change](tmp_path / "images")
+    with pytest.raises(ValueError, match="checkpoint-1 was made with other training data: give the same, or another"):
+        start(classifier, tmp_path, *options)
+
+
+def test_a_checkpoint_without_a_record_of_its_data_is_resumed_with_a_warning(classifier, images, checkpoint, tmp_path):
+    state = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint-1")) / "trainer_state.json"
+    content = json.loads(state.read_text())
+    del content["stateful_callbacks"]["aft_hf"]
+    state.write_text(json.dumps(content))
+    options = ["--do_train", "--train", images, "--resume_from_checkpoint", "true", "--save_strategy", "steps"]
+    with CaptureLogger(fine_tuning.logger) as log:
+        start(classifier, tmp_path, *options, "--max_steps", 2, "--save_steps", 1)
+    assert "checkpoint-1 does not record its training data and options, so they are not compared" in log.out
+    with CaptureLogger(fine_tuning.logger) as log:
+        start(classifier, tmp_path, *options, "--max_steps", 3)
+    assert log.out == ""
+
+
+NAMES = ["trainer_state.json", "train_results.json", "eval_results.json", "all_results.json", "config.json"]
+NAMES += ["README.md", "checkpoint-1", "checkpoint-1/optimizer.pt", "checkpoint-1/a/b", "_run", "runs"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a directory", "nothing"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_link_in_the_output_directory_is_written_through(name, kind, classifier, images, tmp_path):
+    target, path = tmp_path / "target", tmp_path / "out" / name
+    if kind == "a file":
+        target.write_text("mine")
+    elif kind == "a directory":
+        target.mkdir()
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    with pytest.raises(OSError, match=f"^{path}: is a link to {target}; remove it, or give another output directory"):
+        start(classifier, tmp_path / "out", "--do_eval" if kind == "nothing" else "--do_train", "--train", images)
+    assert not target.is_file() or target.read_text() == "mine"
+    assert target.exists() == (kind != "nothing") and not (target.is_dir() and list(target.iterdir()))
+
+
+def test_other_links_to_directories_may_lie_in_the_output_directory(classifier, images, tmp_path):
+    (tmp_path / "latest").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    start(classifier, tmp_path / "link", "--do_train", "--train", images, "--max_steps", 1)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 10_000, "{'a': 1}", "\ufeff{}"])
+def test_results_that_cannot_be_extended_are_found_before_the_training(content, classifier, images, tmp_path):
+    (tmp_path / "all_results.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/all_results.json: "):
+        start(classifier, tmp_path, "--do_train", "--train", images, "--max_steps", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["all_results.json"]
+
+
+@pytest.mark.parametrize("name", ["all_results.json", "train_results.json", "trainer_state.json"])
+def test_a_pipe_in_place_of_a_result_is_found_before_the_training(name, classifier, images, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match=f"{name}: exists and is not a regular file"):
+        start(classifier, tmp_path, "--do_train", "--train", images, "--max_steps", 1)
 
 
 def test_a_run_that_begins_beside_a_checkpoint_says_so(classifier, images, checkpoint, tmp_path):

@@ -64,6 +64,18 @@ def test_a_link_in_place_of_a_file_of_the_lock_is_not_followed(tmp_path, name):
     assert [path.read_text() for path in (tmp_path / "elsewhere").iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "results.json", RUN])
+def test_a_run_follows_no_link_in_its_directory(name, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    if name == "results.json":
+        (tmp_path / "elsewhere").rmdir()
+    assert finish(start(bytes_recipe(tmp_path, steps=1))) == [1]
+    assert f"{name}: is a link to {tmp_path}/elsewhere; remove it" in (tmp_path / "run.error").read_text()
+    assert not list((tmp_path / "elsewhere").glob("*"))
+
+
 def test_a_directory_is_removed_if_the_run_made_it_or_it_is_temporary_unless_it_holds_anything_else(tmp_path):
     (tmp_path / "existing").mkdir()
     (tmp_path / "temporary" / RUN).mkdir(parents=True)

@@ -74,12 +74,23 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),
         ("steps=[", r"^steps=\[: not YAML"),
+        (r'output_dir="a\0b"', r"^output_dir=.*: line 1: a text must not contain '\\x00', got 'a\\x00b'"),
+        (r'output_dir="\ud800"', r"^output_dir=.*: line 1: a text must not contain '\\ud800'"),
+        (r'model={"a\0b": 1}', r"^model=.*: line 1: a text must not contain '\\x00'"),
+        (f"steps={'9' * 5000}", r"^steps=.*: line 1: an integer must have at most 100 digits, got 5000$"),
+        (f"notes=0x{'f' * 5000}", r"^notes=.*: line 1: an integer must have at most 100 digits, got 5002$"),
     ],
 )
 def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, override, message):
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(recipe, [override])
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)
+
+
+def test_the_base_of_a_recipe_is_a_name_that_a_file_can_have(recipe):
+    recipe.write_text('task: bytes\nbase: "a\\0b"\n')
+    with pytest.raises(ValueError, match=r"recipe.yaml: not YAML that can be read: line 2: a text must not contain"):
+        load_recipe(recipe)
 
 
 def test_a_missing_key_is_named():

@@ -10,14 +10,18 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import PARQUET, ImageError, list_images, open_image
 from ..data.image_size import pixel_values
+from ..reading import shortened
+
+
+FILES = ("binary", "large_binary", "string", "large_string")  # types of columns of files or their paths
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     """Read up to `limit` images in RGB, evenly spaced, so that images sorted by class cover all classes.
 
     Args:
-        path: a folder with image files at any depth, a parquet file with a column of images, or a folder of parquet
-            files.
+        path: a folder with image files at any depth, a parquet file with a column of images, or with a column "image"
+            of the contents or paths of image files, or a folder of parquet files.
         limit: maximum number of images, at least 1.
 
     Raises:
@@ -45,8 +49,13 @@ class ImagesOnDisk(Sequence[Image.Image]):
             from ..data.loading import is_image, load_local  # needs the extra "train"
 
             rows: Any = load_local(path)
-            if not (columns := [name for name, feature in rows.features.items() if is_image(feature)]):
-                raise ValueError(f"{path}: none of its columns {', '.join(rows.column_names)} holds images")
+            types = {name: getattr(feature, "dtype", feature) for name, feature in rows.features.items()}
+            columns = [name for name, feature in rows.features.items() if is_image(feature)]
+            if types.get("image") in FILES:
+                columns.append("image")
+            if not columns:
+                known = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+                raise ValueError(f"{path}: none of its columns holds images: {shortened(known)}")
             self.images = rows[columns[0]]  # decodes an image when it is accessed
 
     def __len__(self) -> int:
@@ -55,12 +64,12 @@ class ImagesOnDisk(Sequence[Image.Image]):
     def __getitem__(self, index: int) -> Image.Image:  # type: ignore[override]  # a sequence without slices
         if isinstance(self.images, list):
             return open_image(self.images[index])
+        from ..data.samples import image_of
+
         try:
-            if (image := self.images[index]) is None:
-                raise ImageError("has no image")
+            return image_of({"image": self.images[index]}, "image")
         except ImageError as error:
             raise ImageError(f"{self.path}, row {index}: {error}") from error
-        return image
 
 
 def pixel_batches(

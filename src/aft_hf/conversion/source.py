@@ -161,6 +161,12 @@ def read_source(
                 )
     if config.num_channels != 3:
         raise ConversionError(f"{name}: takes images of {config.num_channels} channels; only RGB is converted")
+    classifier = parts.get("classifier.weight")
+    if classifier is not None and classifier.tensor.shape[1:] == (2 * config.hidden_size,):  # of DINOv2
+        raise ConversionError(
+            f"{name}: its classifier reads the class token and the mean of the patches, the classifier of an AFT only "
+            "one of them: save the model without classifier (model.base_model.save_pretrained)"
+        )
     found = VisionTransformerSource(name, config, parts, tensors.keys(), processor, is_own, part)
     with explained(f"{name}: its tensors are not those of a {config.model_type} with its config", ConversionError):
         found.to_transformers()

@@ -118,6 +118,8 @@ def infer_config(
     if ".patch_embeddings." in parts[PATCHES].sources[0]:
         raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
     used = (PATCHES, POSITIONS, "layers.0.mlp.fc1.weight")
+    if missing := [each for each in used if each not in parts]:
+        raise ConversionError(f"{name}: has no tensor {missing[0]} (by its name in transformers): is no whole ViT")
     with explained(
         f"{name}: {', '.join(used)} (by their names in transformers) are not those of a ViT", ConversionError
     ):

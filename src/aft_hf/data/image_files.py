@@ -12,7 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
-from ..reading import printable
+from ..reading import shortened
 
 
 # Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.
@@ -44,7 +44,7 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
         ImageError: the file does not exist, is damaged, too large or too long, has none of the `FORMATS`, or has
             pixels whose range of values is unknown, for example of 32 bits.
     """
-    name = printable(name or ("an image" if isinstance(source, bytes) else str(source)))
+    name = shortened(name or ("an image" if isinstance(source, bytes) else str(source)))
     if not isinstance(source, bytes):
         check_file(source, name)
     try:
@@ -67,11 +67,12 @@ def check_file(path: str | Path, name: str | None = None) -> Path:
 
     Reading a pipe or a device might block or never end.
     """
-    name = printable(name or str(path))
+    name = shortened(name or str(path))
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
-        raise ImageError(f"{name}: no such file") from error
+        where = "" if os.path.isabs(path) else " in the working directory"
+        raise ImageError(f"{name}: no such file{where}") from error
     if not stat.S_ISREG(status.st_mode):
         raise ImageError(f"{name}: is not a regular file")
     if not 0 < status.st_size <= MAX_BYTES:

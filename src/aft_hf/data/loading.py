@@ -5,9 +5,11 @@ Synthetic data are for trying out recipes without a download: `data.train: gener
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Json, LargeList, List, Value, load_dataset
@@ -21,8 +23,9 @@ from transformers.utils import logging
 from yaml import safe_load
 
 from ..reading import UnreadableError, described, explained
-from .atomic_files import write_atomic
-from .image_files import PARQUET, list_images, open_image
+from .atomic_files import sha256, write_atomic
+from .image_files import PARQUET, SUFFIXES, list_images, open_image
+from .text import cached
 
 
 logger = logging.get_logger(__name__)
@@ -85,8 +88,25 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     if Path(name).is_file():
         return DatasetDict(train=load_local(name))
     check_named(name)
-    splits, kept = load_dataset(name, config_name), ("train", "validation", "test")
-    return DatasetDict({split: with_safe_images(splits[split]) for split in kept if split in splits})
+    try:
+        splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
+    except Exception as error:  # of any type, and mostly without the name
+        raise ValueError(f"{name}: cannot be loaded ({described(error.__cause__ or error)})") from error
+    return DatasetDict(
+        {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
+    )
+
+
+def _own_cache(name: str, config_name: str | None) -> str | None:
+    """Return a cache directory for the present content of a local dataset, of which `datasets` compares only times.
+
+    Images need none: only their paths are cached.
+    """
+    if not Path(name).is_dir():
+        return None
+    files = chain(*(datasets.load_dataset_builder(name, config_name).config.data_files or {}).values())
+    tables = [file for file in files if Path(file).suffix.lower() not in SUFFIXES]
+    return str(cached((load_named.__name__, [sha256(Path(file)) for file in tables]), "rows"))
 
 
 def check_named(name: str) -> None:
@@ -137,7 +157,7 @@ def _read_files(files: Sequence[Path]) -> Dataset:
     names = [str(file.absolute()) for file in files]
     if odd := [name for name in names if "::" in name]:
         raise ValueError(f"the readers would split the path {odd[0]} at ::; rename it")
-    versions = [(str(file.stat().st_mtime_ns), str(file.stat().st_size)) for file in files]  # for the cache
+    versions = [(sha256(file),) for file in files]  # for the cache: a copied file may keep its time and size
     data_files = DataFilesDict(train=DataFilesList(names, versions))
     return READERS[files[0].suffix.lower()](data_files, split="train").read()
 

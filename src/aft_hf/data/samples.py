@@ -2,13 +2,15 @@
 
 A sample is made by a function of its row and, in training, of its `SampleKey`, whose random numbers augment it. The
 order is a pure function of seed and step. A fingerprint depends on the content alone: it is the same for the same data
-at another path or on another machine. It covers the size, all labels, and the first `WHOLE` bytes of files or images.
+at another path or on another machine. It covers the size, all labels, all bytes of a file, and the first `WHOLE` bytes
+of images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import sha256
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from datasets import Dataset as Rows
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
-from .image_files import ImageError, check_file
+from .image_files import ImageError, check_file, open_image
 
 
 WHOLE = 2**30  # bytes, which take seconds to read
@@ -43,10 +45,17 @@ Maker = Callable[[Row, SampleKey | None], Sample]
 
 
 def image_of(row: Row, column: str) -> Image.Image:
-    """Return the image in a column of a row; raise an `ImageError` if there is none."""
-    if not isinstance(row[column], Image.Image):
-        raise ImageError(f"has no image in column {column!r}")
-    return row[column]
+    """Return the image in a column of a row: a decoded one, the content of a file, or its path.
+
+    A relative path begins at the working directory. An `ImageError` is raised if there is no image.
+    """
+    value = row[column]
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, (bytes, str)) and value:
+        return open_image(value)
+    what = "" if value is None else f" but {shown(value)}: give a column of images, of image files, or of their paths"
+    raise ImageError(f"has no image in column {column!r}{what}")
 
 
 @dataclass(eq=False)
@@ -127,10 +136,10 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
 def sum_file(path: str | Path, span: tuple[int, int] | None = None) -> str:
     """Return the fingerprint of a file, or of a part of it, given as (start, stop) in bytes."""
     start, stop = (0, Path(path).stat().st_size) if span is None else span
-    digest, end = sha256(), min(stop, start + WHOLE)
+    digest = sha256()
     with Path(path).open("rb") as file:
         file.seek(start)
-        while block := file.read(min(end - file.tell(), 2**20)):
+        while block := file.read(min(stop - file.tell(), 2**20)):
             digest.update(block)
     return f"{stop - start} bytes, {digest.hexdigest()}"
 
@@ -139,13 +148,13 @@ def sum_rows(rows: Rows, image_column: str, *columns: str) -> str:
     """Return the fingerprint of a column of images and of other columns, in the order of the rows."""
     rows, left = rows.with_format("arrow"), WHOLE
     values = [rows.select_columns([column])[:][column].to_pylist() for column in columns]  # without the images
-    digest = sha256(repr(values).encode())
+    names = [getattr(rows.features[column], "names", None) for column in columns]  # of numbered classes
+    digest = sha256(repr((values, names)).encode())
     for table in rows.select_columns([image_column]).iter(100):
         for image in table[image_column].to_pylist():
-            if isinstance(image, dict):  # the content of a file, or its path
-                content = image["bytes"] or check_file(image["path"] or "").read_bytes()
-            else:  # it is missing
-                content = repr(image).encode()
+            content, path = (image["bytes"], image["path"]) if isinstance(image, dict) else (image, image)
+            if not (content and isinstance(content, bytes)):
+                content = check_file(path).read_bytes() if isinstance(path, str) else repr(image).encode()
             digest.update(content)
             left -= len(content)
         if left <= 0:

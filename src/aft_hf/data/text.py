@@ -41,7 +41,7 @@ def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
         yield rows[column]
 
 
-def _cached(given: tuple[Any, ...], suffix: str) -> Path:
+def cached(given: tuple[Any, ...], suffix: str) -> Path:
     """Return the path of a file in the cache of `datasets` for what is computed from the given values."""
     directory = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf"
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,8 @@ def join_texts(dataset: datasets.Dataset, column: str) -> Path:
 
     The file lies in the cache of `datasets` and is written only if it does not exist yet.
     """
-    path = _cached((join_texts.__name__, dataset._fingerprint, column), "txt")
+    tables = [each["filename"] for each in dataset.cache_files]  # they lie where the content of the files says
+    path = cached((join_texts.__name__, dataset._fingerprint, tables, column), "txt")
     if not path.exists():
         with write_atomic(path) as file:
             between = ""
@@ -73,8 +74,7 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     start, stop = (_character_start(source, byte) for byte in span)
     fast = tokenizer.is_fast
     rules = tokenizer.backend_tokenizer.to_str() if fast else repr(sorted(tokenizer.get_vocab().items()))
-    changed = source.stat().st_mtime_ns  # the fingerprint does not cover all of a large file
-    path = _cached((tokenize_file.__name__, sum_file(source, (start, stop)), changed, rules), "tokens")
+    path = cached((tokenize_file.__name__, sum_file(source, (start, stop)), rules), "tokens")
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):

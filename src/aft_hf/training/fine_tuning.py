@@ -5,6 +5,7 @@ distillation. Distillation is that of DeiT (Touvron et al. 2021, "Training data-
 distillation through attention", arXiv 2012.12877, Eq. 2 and 3).
 """
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -35,23 +37,31 @@ from transformers.utils import logging
 from ..configuration_aft import AFTConfig, pair
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
-from ..data.atomic_files import move_into
+from ..data.atomic_files import move_into, refuse_to_replace
 from ..data.classes import require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
-from ..data.samples import RowSamples
+from ..data.samples import RowSamples, sum_arrays
 from ..loading import load, load_trained
 from ..publishing import write_card
-from ..reading import Document, first_line, read_json
+from ..reading import Document, first_line, read_json, shortened
+from .checkpoints import find_changes
 from .evaluation import is_image_classifier
 from .metrics import accuracy
 from .optimization import parameter_groups
-from .ownership import owned
+from .ownership import owned, refuse_links
 from .safe_loading import data_only
 from .tasks import first_rows
 
 
 logger = logging.get_logger(__name__)
+
+ALL_RESULTS = "all_results.json"
+# Arguments of Trainer that a resumed run must share with its checkpoint, besides the batch size.
+SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "data_seed", "label_smoothing_factor", "learning_rate"]
+SAME += ["lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "seed", "warmup_steps"]
+SAME += ["train_sampling_strategy", "weight_decay"]
+DATA, IDENTITY = "training data", "aft_hf"  # keys of `Identity`, and of its values in the state of Trainer
 
 
 def parse_arguments(words: Sequence[str]) -> TrainingArguments:
@@ -60,6 +70,7 @@ def parse_arguments(words: Sequence[str]) -> TrainingArguments:
     (arguments,) = parser.parse_args_into_dataclasses([*words])
     arguments.disable_tqdm |= not sys.stderr.isatty()  # a log gets a line per report, not a bar per step
     arguments.remove_unused_columns = False  # images become pixel values when a row is read
+    arguments.eval_do_concat_batches, arguments.batch_eval_metrics = True, False  # the accuracy is that of all batches
     if not (arguments.do_train or arguments.do_eval):
         raise ValueError("nothing to do: give --do-train, --do-eval, or both")
     if arguments.fp16 and arguments.device.type == "cpu":  # Accelerate would compute in float32
@@ -70,6 +81,7 @@ def parse_arguments(words: Sequence[str]) -> TrainingArguments:
 def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str, float]:
     """Train, evaluate, save, push if requested, and return the metrics; `options` are those of `finetune_command`."""
     set_seed(arguments.seed)
+    _check_output(Path(str(arguments.output_dir)))
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, options.model_name_or_path, **hub)
     if not is_image_classifier(config):
@@ -126,7 +138,9 @@ def _classification(
     columns = {"image_column": options.image_column, "label_column": options.label_column}
     datasets = {
         split: RowSamples(
-            rows, ImagePipeline(processor, numbers=class_numbers(rows, options.label_column, names), **columns)
+            rows,
+            ImagePipeline(processor, numbers=class_numbers(rows, options.label_column, names), **columns),
+            [*columns.values()],
         )
         for split, rows in splits.items()
     }
@@ -150,20 +164,66 @@ def _classification(
     }
 
 
+def _check_output(directory: Path) -> None:
+    """Raise an error for what Trainer would write through, or could not read, after the training."""
+    refuse_links(directory)
+    for name in (TRAINER_STATE_NAME, "train_results.json", "eval_results.json", ALL_RESULTS):
+        refuse_to_replace(directory / name)
+    if (directory / ALL_RESULTS).exists():  # it is extended
+        read_json(directory / ALL_RESULTS, dict[str, Any])
+
+
 class SavedState(Document):
-    """Schema of trainer_state.json: the fields that Trainer uses when it resumes from a checkpoint."""
+    """Schema of trainer_state.json: the fields that are used when a run resumes from a checkpoint."""
 
     global_step: Annotated[int, Field(ge=0, lt=2**53)]
     train_batch_size: Annotated[int, Field(gt=0)]
     log_history: list[dict[str, Any]] = []
+    stateful_callbacks: dict[str, Any] = {}
+
+
+class Identity(TrainerCallback):
+    """Callback that records in checkpoints what determines the result, except the length of the training."""
+
+    def __init__(self, trainer: "FineTuner"):
+        arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
+        values = {name: getattr(arguments, name) for name in SAME} | {
+            DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
+            "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+            "position_bias_scale": trainer.position_bias_scale,
+            "augmentation": repr(trainer.augment),
+            "teacher": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
+            "distillation": trainer.distillation,
+            "model": trainer.model.config.to_dict() | {"_name_or_path": None, "transformers_version": None},
+            "image processor": cast(Any, trainer.processing_class).to_dict(),
+        }
+        self.values: dict[str, Any] = json.loads(json.dumps(values, default=str))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        state.stateful_callbacks[IDENTITY] = self.values  # in trainer_state.json
+
+    def check(self, checkpoint: Path, state: SavedState) -> None:
+        """Raise a ValueError if the values that are saved in a checkpoint differ."""
+        saved = state.stateful_callbacks.get(IDENTITY)
+        if not isinstance(saved, dict):
+            logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
+            return
+        changes = find_changes(saved, self.values)
+        for name in sorted(changes, key=lambda name: name != DATA):  # classes of other data change the model, too
+            old, new = changes[name]
+            how = "other training data" if name == DATA else f"{name}={old!r}, and this run has {new!r}"
+            raise ValueError(
+                f"{checkpoint} was made with {shortened(how)}: give the same, or another --output-dir for a new run"
+            )
 
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
     """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
     with owned(Path(str(arguments.output_dir))):
-        checkpoint = _checkpoint(arguments)
+        checkpoint, identity = _checkpoint(arguments), Identity(trainer)
+        trainer.add_callback(identity)
         if checkpoint is not None:
-            read_json(checkpoint / TRAINER_STATE_NAME, SavedState)
+            identity.check(checkpoint, read_json(checkpoint / TRAINER_STATE_NAME, SavedState))
             # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
             sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
             for name in () if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):

@@ -18,6 +18,7 @@ from ..reading import UnreadableError, first_line, read_text, shortened
 
 
 RUN = "_run"  # a name that neither Trainer nor `publish` uploads
+FOLDERS = ("checkpoint", RUN, "runs", "aft-hf", "wandb", "mlruns")  # beginnings of the names of folders of a run
 LOCK, OWNER = f"{RUN}/run.lock", f"{RUN}/owner.txt"  # OWNER names the process that holds the lock
 
 
@@ -33,7 +34,7 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
-            cannot be written. All processes raise the same error.
+            cannot be written, or has links in it (see `refuse_links`). All processes raise the same error.
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     removes = temporary or not directory.exists()
@@ -54,9 +55,18 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
             lock.release()
 
 
+def refuse_links(directory: Path) -> None:
+    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target."""
+    for path in sorted([*directory.glob("*"), *directory.glob("checkpoint-*/**/*")]):
+        is_other = path.parent == directory and path.is_dir() and not (path.name.startswith(FOLDERS) or path.suffix)
+        if path.is_symlink() and not is_other:
+            raise OSError(f"{path}: is a link to {os.readlink(path)}; remove it, or give another output directory")
+
+
 def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str | None:
     """Acquire the lock, and record its owner; return why that is not possible, None if it is."""
     try:
+        refuse_links(directory)
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -30,6 +30,8 @@ ALTERNATIVES = (
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
 DEEPEST = 20  # levels of nested keys in an override
+LONGEST_INTEGER = 100  # characters
+NOT_IN_NAMES = re.compile(r"[\0\ud800-\udfff]")  # of files, which can be neither NUL nor half of a surrogate pair
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]
 Natural = Annotated[int, Field(ge=0)]
@@ -369,6 +371,14 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise ValueError("aliases (*) are not supported")
         return super().compose_node(parent, index)
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        value, line = super().construct_scalar(node), f"line {node.start_mark.line + 1}"
+        if node.tag.endswith(":int") and len(value) > LONGEST_INTEGER:  # Python does not print it in a message
+            raise ValueError(f"{line}: an integer must have at most {LONGEST_INTEGER} digits, got {len(value)}")
+        if found := NOT_IN_NAMES.search(value):
+            raise ValueError(f"{line}: a text must not contain {found[0]!r}, got {shown(value)}")
+        return value
 
 
 class _Dumper(yaml.SafeDumper):
