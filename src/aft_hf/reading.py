@@ -6,6 +6,7 @@ guards a whole command: it prints any exception as one line. Where a function ta
 `UnreadableError` by default.
 """
 
+import errno
 import os
 import re
 import sys
@@ -54,9 +55,11 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 def _at_most(largest: int) -> AfterValidator:
-    """Return a validator that limits numbers. Values of other types pass: the config class itself checks types."""
+    """Return a validator that limits numbers, also in objects and lists; the config class itself checks types."""
 
     def check(value: Any) -> Any:
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            check(part)
         if isinstance(value, (int, float)) and not abs(value) <= largest:
             raise ValueError(f"must be at most {largest}")
         return value
@@ -78,14 +81,14 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 
 Layers = Annotated[Any, _at_most(2**12)]
 Labels = Annotated[Any, _at_most(2**22)]
-Side = Annotated[Any, _at_most(2**12)]  # pixels: `load` tries each processor, which takes 1 GB for this size
+Side = Annotated[Any, _at_most(2**12)]  # pixels
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Document):
     """Schema of the config.json of any model: the keys that select its classes, and those that configs make lists of.
 
-    All other sizes are checked while the model is built, see `aft_hf.loading`.
+    All other sizes and the classes are checked while they are loaded, see `aft_hf.loading`.
     """
 
     model_type: str | None = None
@@ -97,14 +100,18 @@ class ModelConfig(Document):
     n_layer: Layers = None
     n_layers: Layers = None
     num_layers: Layers = None
+    tokenizer_class: str | None = None
+    image_processor_type: str | None = None
 
 
 class ImageProcessorConfig(Document):
-    """Schema of preprocessor_config.json: the image sizes, each a number or numbers by name, and the normalization."""
+    """Schema of preprocessor_config.json: the class, the image sizes in any form, and the normalization."""
 
-    size: Side | dict[str, Side] | None = None
-    crop_size: Side | dict[str, Side] | None = None
-    pad_size: Side | dict[str, Side] | None = None
+    image_processor_type: str | None = None
+    feature_extractor_type: str | None = None
+    size: Side = None
+    crop_size: Side = None
+    pad_size: Side = None
     rescale_factor: Number | None = None
     image_mean: Number | list[Number] | None = None
     image_std: Number | list[Number] | None = None
@@ -117,8 +124,9 @@ class ProcessorConfig(Document):
 
 
 class TokenizerConfig(Document):
-    """Schema of tokenizer_config.json: the maximum length."""
+    """Schema of tokenizer_config.json: the class, and the maximum length."""
 
+    tokenizer_class: str | None = None
     model_max_length: Annotated[Number, AfterValidator(_whole)] | None = None
 
 
@@ -205,8 +213,7 @@ def _sentence(error: BaseException) -> str:
     text = _message(error)
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: run pip install 'aft-hf[train]'"
-    no_memory = isinstance(error, RuntimeError) and re.search("out of memory|(allocate|enough) memory", text)
-    if no_memory or isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return "out of memory: use a smaller model or batch size"
     if isinstance(error, (ValueError, OSError)):
         return text or type(error).__name__
@@ -214,6 +221,15 @@ def _sentence(error: BaseException) -> str:
         return f"a worker of the data loader was killed, usually for lack of memory: give fewer workers ({text})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{described(error)} in {frame.name} ({frame.filename}:{frame.lineno}); {TRACEBACK}=1 shows the traceback"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it replaces, means that memory could not be allocated."""
+    said = isinstance(error, RuntimeError) and re.search("out of memory|(allocate|enough) memory", _message(error))
+    if said or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_out_of_memory(before)
 
 
 def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda key: "") -> str:
