@@ -13,15 +13,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shown  # formats a value of any size and depth for a message, shortened
 from typing import Annotated, Any, TypeVar
 
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
+LARGEST_YAML = 2**20  # characters, which take half a minute
 LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
 SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
 COMPLETE = "complete_message"  # type of the errors of `complete_message`
@@ -175,6 +179,43 @@ def _content(path: Path, error: type[ValueError]) -> bytes:
     return content
 
 
+class PlainLoader(yaml.SafeLoader):
+    """YAML loader that refuses aliases: nine lines of them can expand to a billion values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*) are not supported")
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(
+    text: str, source: str, error: type[ValueError] = UnreadableError, loader: type[PlainLoader] = PlainLoader
+) -> Any:
+    """Return the value of a YAML text of up to `LARGEST_YAML` characters."""
+    if len(text) > LARGEST_YAML:
+        raise error(f"{source}: is larger than {LARGEST_YAML >> 20} MiB, the limit for YAML")
+    try:
+        return yaml.load(text, loader)  # nosec B506  # a SafeLoader
+    except Exception as problem:  # YAML's constructors pass on Python's errors for invalid dates and numbers
+        raise error(f"{source}: not YAML that can be read: {described(problem)}") from None
+
+
+def parse_header(text: str, source: str, error: type[ValueError] = UnreadableError) -> dict[str, Any]:
+    """Return the metadata in the YAML header of a README.md; they are empty if it has none."""
+    text = text.removeprefix("\ufeff")
+    raw, header = (REGEX_YAML_BLOCK.search(each) for each in (text, _with_line_feeds(text)))
+    if _with_line_feeds(raw[2] if raw else "") != (header[2] if header else ""):  # libraries read one or the other
+        raise error(f"{source}: its header has line breaks of several kinds; save it with line feeds")
+    values = parse_yaml(header[2] if header else "", source, error)
+    if not isinstance(values, dict | None):
+        raise error(f"{source}: its header must be a mapping of keys to values")
+    return values or {}
+
+
+def _with_line_feeds(text: str) -> str:
+    return StringIO(text, newline=None).read()
+
+
 @contextmanager
 def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[None]:
     """Context manager that converts any exception of a library that reads an untrusted file to a one-line error.
@@ -254,7 +295,7 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         elif problem["type"] == "missing":
             line = f"{key} is missing"
         elif is_unknown:
-            line = f"unknown key {shortened(key)}{suggest(key)}"
+            line = f"unknown key {shortened(key)}{suggest(key) if len(lines) < SHOWN_PROBLEMS else ''}"
         else:
             line = f"{f'{key}=' if key else ''}{shown(problem['input'])}: {message}"
         lines.setdefault(key, line)
