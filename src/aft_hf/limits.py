@@ -53,7 +53,7 @@ def limited(
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     if outcome is None:
-        raise error(f"{what}: it takes more than {memory / 2**30:.0f} GiB of memory or {seconds} seconds")
+        raise error(f"{what}: reading it needs more than {memory / 2**30:.2g} GiB of memory or {seconds} seconds")
     is_done, result = outcome
     return result if is_done else function()
 
@@ -75,3 +75,16 @@ def _run(function: Callable[[], Any], sender: Connection, memory: int, seconds: 
             sender.send((False, None))
     finally:
         os._exit(0)
+
+
+def check_limits(function: Callable[[], object], what: str, error: type[ValueError] = UnreadableError) -> None:
+    """Raise an error if a function reaches a limit. Its result and its exceptions are ignored."""
+
+    def attempt() -> None:
+        try:
+            function()
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                raise
+
+    limited(attempt, what, error=error)

@@ -25,7 +25,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, 
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 
-from .limits import limited
+from .limits import check_limits
 from .reading import (
     ImageProcessorConfig,
     ModelConfig,
@@ -33,7 +33,6 @@ from .reading import (
     TokenizerConfig,
     UnreadableError,
     explained,
-    is_out_of_memory,
     read_json,
     shortened,
     shown,
@@ -182,7 +181,7 @@ def load(
             if "config" not in options:
                 options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
         with no_larger_than_weights(place, error):
-            limited(lambda: _try(auto_class, source, build, options), str(source), error=error)
+            check_limits(lambda: _try(auto_class, source, build, options), str(source), error)
             loaded = build(**options)
             _use(loaded, IMAGES[:1])
     return loaded
@@ -218,24 +217,15 @@ def _check_tokenizer_class(names: list[Any], config: ModelConfig) -> None:
 
 
 def _try(auto_class: Any, source: str | os.PathLike[str], build: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Load a config, load and use a tokenizer or image processor, or build a model without its weights.
-
-    Errors are raised later, when it is loaded, unless memory is not enough.
-    """
+    """Load a config, load and use a tokenizer or image processor, or build a model without its weights."""
     is_model = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
-    try:
-        if not is_model and not hasattr(auto_class, "from_config"):
-            _use(build(**options), IMAGES)
-            return
+    if is_model or hasattr(auto_class, "from_config"):
         config = options.get("config") or AutoConfig.from_pretrained(source, **options)
+        code = {} if is_model else {"trust_remote_code": options["trust_remote_code"]}
         with torch.device("meta"):
-            if is_model:
-                auto_class(config)
-            else:
-                auto_class.from_config(config, trust_remote_code=options["trust_remote_code"])
-    except Exception as problem:
-        if is_out_of_memory(problem):
-            raise
+            (auto_class if is_model else auto_class.from_config)(config, **code)
+    else:
+        _use(build(**options), IMAGES)
 
 
 def _use(loaded: Any, sizes: Sequence[tuple[int, int]]) -> None:

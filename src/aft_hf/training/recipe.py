@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from transformers import CONFIG_MAPPING, SchedulerType
 from typing_extensions import TypeVar
 
-from ..reading import PlainLoader, complete_message, explain, parse_yaml, read_text, shortened
+from ..reading import ModelConfig, PlainLoader, complete_message, explain, parse_yaml, read_text, shortened
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
@@ -203,6 +203,10 @@ class Recipe(Section, Generic[DataType]):
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if ("architecture" in model) == ("pretrained" in model):
             raise complete_message("give either model.architecture (a model_type) or model.pretrained")
+        try:
+            ModelConfig.model_validate({name: value for name, value in model.items() if isinstance(value, int)})
+        except ValidationError as problems:
+            raise complete_message(f"model.{explain(problems)}") from None
         if "pretrained" in model:
             return model
         architecture = model["architecture"]
