@@ -225,7 +225,9 @@ def _try(auto_class: Any, source: str | os.PathLike[str], build: Callable[..., A
         with torch.device("meta"):
             (auto_class if is_model else auto_class.from_config)(config, **code)
     else:
-        _use(build(**options), IMAGES)
+        _use(loaded := build(**options), IMAGES)
+        if isinstance(loaded, PreTrainedTokenizerBase):
+            loaded.decode(list(range(min(len(loaded), 1000))))
 
 
 def _use(loaded: Any, sizes: Sequence[tuple[int, int]]) -> None:
