@@ -14,7 +14,7 @@ import torch
 from .reading import UnreadableError, is_out_of_memory
 
 
-MEMORY, SECONDS = 2**32, 30  # bytes that a process may allocate, and seconds that it may compute
+MEMORY, SECONDS = 2**32, 20  # bytes that a process may allocate, and seconds that it may compute
 BYTES_PER_BYTE, BYTES_PER_SECOND = 2**10, 2**14  # more memory and time for texts: ten times what tokenizers take
 LONGEST_WAIT = 20  # times the seconds, for other load on the machine
 

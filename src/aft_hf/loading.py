@@ -56,7 +56,7 @@ IMAGE_PROCESSORS = {
     for model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
     for name in IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {}).values()
 }
-IMAGES = ((32, 32), (32, 1024), (1024, 32))  # sizes on which `limited` tries them: as long as `open_image` allows
+IMAGES = ((32, 32), (1024, 32))  # sizes that they are tried on, as long as `open_image` allows
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
