@@ -70,11 +70,12 @@ class Task(ABC):
         with explained("model: cannot be built"):
             values = self._fitting(CONFIG_MAPPING[architecture]) | fields
 
-            def build() -> PreTrainedModel:
-                return self.auto_model.from_config(AutoConfig.for_model(architecture, **values))
+            def build(device: str) -> PreTrainedModel:
+                with torch.device(device):
+                    return self.auto_model.from_config(AutoConfig.for_model(architecture, **values))
 
-            check_limits(torch.device("meta")(build), "model")
-            return build()
+            check_limits(lambda: build("meta"), "model")
+            return build("cpu")
 
     def _fitting(self, config: type[Any]) -> dict[str, Any]:
         """Return the `config_values` that are fields of the config class."""
