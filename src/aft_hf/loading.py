@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
+from transformers.utils.import_utils import DummyObject
 
 from .limits import check_limits
 from .reading import (
@@ -212,6 +213,8 @@ def _check_tokenizer_class(names: list[Any], config: ModelConfig) -> None:
             names.append(value if key == "tokenizer_class" else TOKENIZER_MAPPING_NAMES.get(str(value)))
     for name in filter(None, names):
         found = tokenizer_class_from_name(str(name))  # None: transformers takes PreTrainedTokenizerFast
+        if isinstance(found, DummyObject):
+            continue  # it needs a package that is not installed, which its error names
         if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
             raise ValueError(f"tokenizer_class={shown(name)}: must be a tokenizer, such as PreTrainedTokenizerFast")
 
