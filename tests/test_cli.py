@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from saved_models import changed, edited, save_models
 from safetensors.torch import load_file, save_file
+from saved_models import changed, edited, save_models
 from tiny_models import vit_model
 from tqdm import tqdm
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil

@@ -199,6 +199,18 @@ def test_no_kernel_of_somebody_is_fetched(planted, trace, command, name, fetchin
         run(command, folder, trace)
 
 
+@pytest.mark.parametrize(("command", "name"), MORE_CASES)
+def test_no_model_with_a_kernel_is_loaded_as_a_tokenizer_or_image_processor(planted, trace, command, name, fetching):
+    for model in ("GPT2LMHeadModel", "GPT2LMHeadModelFast", "ViTModel", "AutoModel"):
+        for own in (True, False):  # without classes of their own, both take those in config.json
+            folder = planted(name)
+            kernel = {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel"}
+            for file in folder.glob("*config.json"):
+                named = model if own or file.name == "config.json" else None
+                changed(tokenizer_class=named, image_processor_type=named, **kernel)(file)
+            run(command, folder, trace)
+
+
 @pytest.mark.parametrize("place", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
 def test_no_nested_config_names_a_kernel(tmp_path, trace, fetching, place):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

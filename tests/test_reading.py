@@ -1,5 +1,6 @@
 """Validation of untrusted files: each gives a value of the declared types, or a one-line error."""
 
+import json
 import os
 import signal
 import threading
@@ -15,10 +16,12 @@ from aft_hf.reading import (
     LONGEST_MESSAGE,
     TRACEBACK,
     Document,
+    ImageProcessorConfig,
     ModelConfig,
     UnreadableError,
     WeightsIndex,
     explained,
+    parse_header,
     parse_json,
     read_json,
     reported,
@@ -93,6 +96,48 @@ def test_a_size_that_no_model_has_is_refused_by_name(name, largest):
     for value in (largest + 1, 10**9, -(10**9)):
         with pytest.raises(UnreadableError, match=f"config.json: {name}={value}: must be at most {largest}"):
             parse_json(f'{{"{name}": {value}}}', ModelConfig, "config.json")
+
+
+SIZES = [10**9, 4097.0, {"height": 10**5, "width": 10**5}, {"shortest_edge": 10**10}, {"a": {"b": [5000]}}, [[5000]]]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=repr)
+@pytest.mark.parametrize("key", ["size", "crop_size", "pad_size"])
+def test_a_size_of_images_is_limited_in_any_form(key, size):
+    with pytest.raises(UnreadableError, match=rf"^x\.json: {key}=.*: must be at most 4096$"):
+        parse_json(json.dumps({key: size}), ImageProcessorConfig, "x.json")
+    assert parse_json(json.dumps({key: {"height": 4096, "shortest_edge": None}}), ImageProcessorConfig, "x.json")
+
+
+BOMB = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in zip("abcdefgh", "bcdefghi"))
+HEADERS = {
+    "aliases": BOMB,
+    "merged aliases": "a: &a {x: 1}\nb: {<<: [*a, *a]}",
+    "a list that does not end": "a: [",
+    "a tag": "a: !!python/object/apply:os.getcwd []",
+    "3,000 lists": "a: " + "[" * 3000,
+    "a list": "- a",
+    "a text": "a",
+    "two million characters": f"a: {'x' * 2**21}",
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_that_is_no_mapping_in_yaml_without_aliases_is_one_line(case):
+    for start, end in (("", "\n"), ("\ufeff", "\r\n"), (" \n", "\r\n")) if "aliases" in case else (("", "\n"),):
+        text = f"{start}---\n{HEADERS[case]}\n---\n# Title\n".replace("\n", end)
+        with pytest.raises(UnreadableError, match=r"^README\.md: ") as caught:
+            parse_header(text, "README.md")
+        assert str(caught.value).isprintable()
+        assert ("aliases (*) are not supported" in str(caught.value)) == ("aliases" in case)
+
+
+def test_a_header_is_read_as_by_all_libraries_or_not_at_all():
+    assert parse_header("---\na: 1\n---\n# Title", "README.md") == {"a": 1}
+    assert parse_header("# Title", "README.md") == parse_header("---\n\n---\n", "README.md") == {}
+    for text in (f"---\r{BOMB}\r---\r# Title", f"---\na: 1\r---\r{BOMB}\n---\n"):
+        with pytest.raises(UnreadableError, match="line breaks of several kinds"):
+            parse_header(text, "README.md")
 
 
 @pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "", r"..\x"])

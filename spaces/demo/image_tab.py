@@ -6,13 +6,14 @@ from pathlib import Path
 import gradio as gr
 import numpy as np
 import torch
-from images import example_digits, image_input
+from images import example_digits, image_input, is_image
 from loading import Loaded
 from maps import PatchMaps, patch_maps
 from messages import explained
 from pictures import BIASES, SHARES, bias_map, colour_scale, enlarged, figure, mark_patch, share_map, thumbnails
 from PIL import Image
 
+from aft_hf.data.image_files import open_image
 from aft_hf.data.image_size import pixel_values
 
 
@@ -23,6 +24,7 @@ NOTHING_YET = '<p class="aft-hint">Choose an image to see its maps here.</p>'
 EXPECT = """It knows the classes it was trained on and calls any other image one of them. The maps show where
 it looks."""
 MOST_HEADS = 32
+MOST_AT_ONCE = 4  # images of visitors that are computed at the same time; the default of gradio is 1
 
 
 class ImageDemo:
@@ -132,10 +134,10 @@ def _all_heads(maps: PatchMaps, chosen: int) -> str:
 def build(app: gr.Blocks, loaded: Loaded) -> None:
     """Lay out the tab and connect its events."""
     demo = ImageDemo(loaded.model, loaded.processor)
-    examples = sorted(map(str, Path(loaded.source).glob("*.jpg")))  # beside the model
+    examples = [str(path) for path in sorted(Path(loaded.source).glob("*.jpg")) if is_image(path)]  # beside the model
     if set(map(str, demo.model.config.id2label.values())) == set("0123456789"):
         examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_"))
-    start_image = Image.open(examples[0]) if examples else Image.new("RGB", (32, 32), "grey")
+    start_image = open_image(examples[0]) if examples else Image.new("RGB", (32, 32), "grey")
     first_layer, first_head = demo.most_telling(start_image)
     query = gr.State(None)
     with gr.Row(elem_classes="aft-columns"):
@@ -173,6 +175,7 @@ def build(app: gr.Blocks, loaded: Loaded) -> None:
     look = explained(demo.look)
     shown, inputs = [view, *maps, heads], [image, layer, head, query]
     quietly = {"show_progress": "hidden", "trigger_mode": "always_last"}
+    quietly |= {"concurrency_id": "images", "concurrency_limit": MOST_AT_ONCE}
 
     def start(picture, *choice):
         return explained(demo.classify)(picture), None, *look(picture, *choice, None)

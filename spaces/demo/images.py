@@ -41,6 +41,15 @@ def image_input(value: str | None = None, **options) -> gr.Image:
     return field
 
 
+def is_image(path: Path) -> bool:
+    """Whether a file is an image of a supported format and size."""
+    try:
+        open_image(path)
+    except ImageError:
+        return False
+    return True
+
+
 def example_digits(directory: str | Path, count: int = 8) -> list[str]:
     """Save digits of the held-out set of the quickstart, and return the paths."""
     from sklearn.datasets import load_digits

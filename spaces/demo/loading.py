@@ -18,7 +18,7 @@ from transformers import (
 import aft_hf
 from aft_hf import loading as safely
 from aft_hf.data.pixel_sequences import START_TOKEN
-from aft_hf.reading import first_line
+from aft_hf.reading import UnreadableError, explained, first_line, parse_header, read_text
 
 
 IMAGE, TEXT, PIXEL = "image", "text", "pixel"  # the kind of model of each tab
@@ -95,13 +95,16 @@ def pixel_side(config: PreTrainedConfig) -> int | None:
 def describe(source: str, model: PreTrainedModel) -> str:
     """The first paragraph and the results of the model's card, and its size."""
     try:
-        path = Path(source) / "README.md"
-        card = ModelCard.load(path if Path(source).is_dir() else source)
-    except (OSError, ValueError):
+        with explained(f"{source}: no readable README.md"):
+            path = safely.find_file(source, "README.md")
+            text = "" if path is None else read_text(path)
+            parse_header(text, "README.md")
+            card = ModelCard(text)
+    except UnreadableError:
         card = None
     said = ""
     if card is not None:
-        paragraphs = [each.strip() for each in card.text.split("\n\n")]
+        paragraphs = [each.strip() for each in card.text[:10_000].split("\n\n")]
         said = next((each for each in paragraphs if each and each[0] not in "#<!|`"), "").replace("\n", " ") + " "
     results = []
     for each in (card.data.eval_results if card is not None else None) or ():

@@ -9,6 +9,8 @@ from loading import Loaded
 from messages import explained
 from sampling import sample_tokens
 
+from aft_hf.limits import limited
+
 
 MOST_TOKENS = 1000
 MOST_CHARACTERS = 20_000  # of a prompt, because some models have no maximum length
@@ -60,7 +62,7 @@ class TextDemo:
         if temperature is None or not 0 <= temperature <= 2:
             raise ValueError(f"The temperature must be 0 to 2, got {temperature}.")
         check_seed(seed)
-        tokens = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        tokens = torch.tensor(limited(lambda: self.tokenizer([prompt])["input_ids"], "The prompt", len(prompt)))
         room = None if self.longest is None else self.longest - tokens.shape[1]
         if room is not None and count > room:
             hint = f"ask for at most {room} new ones" if room > 0 else "shorten the prompt"

@@ -5,8 +5,9 @@ source is executed, and errors are one line.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,11 @@ from PIL import Image
 from safetensors import safe_open
 from torch import nn
 from torch.nn.modules import module as modules
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
@@ -30,7 +35,9 @@ from transformers.utils import (
     WEIGHTS_NAME,
     cached_file,
 )
+from transformers.utils.import_utils import DummyObject
 
+from .limits import check_limits
 from .reading import (
     ImageProcessorConfig,
     ModelConfig,
@@ -41,6 +48,7 @@ from .reading import (
     explained,
     read_json,
     shortened,
+    shown,
 )
 
 
@@ -55,6 +63,14 @@ OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implement
 # weights of another name, and the config of another model. The `auto_map` of the whole model is not among them: it is
 # used only if the source is trusted, whereas transformers asks the user about nested ones.
 ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "transformers_weights", "backbone")
+
+# The image processors of image classifiers. Others cut images into any number of tiles, or open more files.
+IMAGE_PROCESSORS = {
+    name
+    for model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    for name in IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {}).values()
+}
+IMAGES = ((32, 32), (1024, 32))  # sizes that they are tried on, as long as `open_image` allows
 
 
 def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
@@ -112,20 +128,21 @@ def read_config(
     if path is None:
         raise error(f"{name}: {NOWHERE}")
     config = read_json(path, ModelConfig, error)
-    if not trusted and (found := next(_elsewhere(config.model_dump(exclude={"auto_map"})), None)):
+    entries = () if trusted else _entries(config.model_dump(exclude={"auto_map"}))
+    if found := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
         raise error(
-            f"{path}: {found} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
+            f"{path}: {found[0]} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
             "unquantized model of a class of transformers"
         )
     return config
 
 
-def _elsewhere(values: Any, prefix: str = "") -> Iterator[str]:
+def _entries(values: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the entries of a JSON value at any depth: the path, the key and the value."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if key in ELSEWHERE and value is not None:
-            yield f"{prefix}{key}"
+        yield f"{prefix}{key}", key, value
         if isinstance(value, (dict, list)):
-            yield from _elsewhere(value, f"{prefix}{key}.")
+            yield from _entries(value, f"{prefix}{key}.")
 
 
 def read_image_processor(
@@ -164,41 +181,40 @@ def load(
     trusted = options["trust_remote_code"]
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     optional = hub | {"_raise_exceptions_for_connection_errors": False}
-    place, processor = Path(source), None
+    place, config, build = Path(source), ModelConfig(), partial(auto_class.from_pretrained, source)
     # A tokenizer may be saved without a model.
     is_alone = (place / TOKENIZER_CONFIG_FILE).exists() and not (place / CONFIG_NAME).exists()
     if auto_class is not AutoTokenizer or not is_alone:
-        read_config(source, error, trusted=trusted, **hub)
-        config = find_file(str(source), CONFIG_NAME, error, **hub)
-        assert config is not None  # `read_config` requires it
-        place = config.parent
-    if auto_class is AutoImageProcessor:
-        processor = read_image_processor(source, error, **hub)
-    elif auto_class is AutoTokenizer:
-        if path := find_file(str(source), TOKENIZER_CONFIG_FILE, error, **optional):
-            read_json(path, TokenizerConfig, error)
-    elif not trusted:
-        if find_file(str(source), ADAPTER_CONFIG_NAME, error, **optional):  # it names another model
-            raise error(
-                f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
-            )
-        if "config" not in options:
-            options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
-    what = f"{source}: cannot be loaded by {auto_class.__name__}"
-    with explained(what, error), no_larger_than_weights(place, error):
-        if processor and str(processor.get("image_processor_type")).endswith("FeatureExtractor"):
-            loaded = _load_feature_extractor(processor, options)
-        else:
-            loaded = auto_class.from_pretrained(source, **options)
-        if auto_class is AutoTokenizer:
-            loaded("a")  # raises for invalid values, which from_pretrained accepts
-        elif auto_class is AutoImageProcessor:
-            pixels = loaded(Image.new("RGB", (32, 32)))["pixel_values"]
-            if not all(np.isfinite(image).all() for image in pixels):
-                raise ValueError("its pixel values are not finite")
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if isinstance(model, nn.Module):
-            _check_weights(source, model, place, error)
+        config = read_config(source, error, trusted=trusted, **hub)
+        path = find_file(str(source), CONFIG_NAME, error, **hub)
+        assert path is not None  # `read_config` requires it
+        place = path.parent
+    with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
+        if auto_class is AutoImageProcessor:
+            values = read_image_processor(source, error, **hub)
+            if not (trusted and "AutoImageProcessor" in str([values, config.auto_map])):
+                kind = _image_processor_type(values or {}, config)
+                if values is not None:
+                    build = partial(_build_image_processor, values | {"image_processor_type": kind})
+        elif auto_class is AutoTokenizer:
+            path = find_file(str(source), TOKENIZER_CONFIG_FILE, error, **optional)
+            values = {} if path is None else read_json(path, TokenizerConfig, error).model_dump()
+            if not trusted:
+                _check_tokenizer_class([values.get("tokenizer_class")], config)
+        elif not trusted:
+            if find_file(str(source), ADAPTER_CONFIG_NAME, error, **optional):  # it names another model
+                raise error(
+                    f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
+                )
+            if "config" not in options:
+                options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
+        with no_larger_than_weights(place, error):
+            check_limits(lambda: _try(auto_class, source, build, options), str(source), error)
+            loaded = build(**options)
+            _use(loaded, IMAGES[:1])
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            if isinstance(model, nn.Module):
+                _check_weights(source, model, place, error)
     return loaded
 
 
@@ -239,12 +255,60 @@ def _stored_dtypes(files: list[Path]) -> Iterator[tuple[str, str]]:
             yield from ((name, str(tensor.dtype)) for name, tensor in tensors.items())
 
 
-def _load_feature_extractor(values: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Load an image processor under its former name, which transformers still accepts as `feature_extractor_type`."""
+def _image_processor_type(values: dict[str, Any], config: ModelConfig) -> str:
+    """Return the class of an image processor, which its file or config.json names, or the usual one of the model."""
+    usual = next(iter(IMAGE_PROCESSOR_MAPPING_NAMES.get(str(config.model_type), {}).values()), "ViTImageProcessor")
+    named = (values.get("image_processor_type"), values.get("feature_extractor_type"), config.image_processor_type)
+    kind = next(filter(None, named), usual).replace("FeatureExtractor", "ImageProcessor")  # the former name
+    if kind.removesuffix("Fast") not in IMAGE_PROCESSORS:
+        raise ValueError(
+            f"image_processor_type={shown(kind)}: must be that of an image classifier, such as ViTImageProcessor"
+        )
+    return kind
+
+
+def _build_image_processor(values: dict[str, Any], **options: Any) -> Any:
     with TemporaryDirectory() as directory:
-        renamed = {**values, "image_processor_type": None, "feature_extractor_type": values["image_processor_type"]}
-        Path(directory, IMAGE_PROCESSOR_NAME).write_text(json.dumps(renamed))
+        Path(directory, IMAGE_PROCESSOR_NAME).write_text(json.dumps(values))
         return AutoImageProcessor.from_pretrained(directory, **options)
+
+
+def _check_tokenizer_class(names: list[Any], config: ModelConfig) -> None:
+    """Raise a ValueError unless the names, and those that transformers may take from config.json, are tokenizers."""
+    for _, key, value in _entries(config.model_dump()):
+        if key in ("tokenizer_class", "model_type"):
+            names.append(value if key == "tokenizer_class" else TOKENIZER_MAPPING_NAMES.get(str(value)))
+    for name in filter(None, names):
+        found = tokenizer_class_from_name(str(name))  # None: transformers takes PreTrainedTokenizerFast
+        if isinstance(found, DummyObject):
+            continue  # it needs a package that is not installed, which its error names
+        if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise ValueError(f"tokenizer_class={shown(name)}: must be a tokenizer, such as PreTrainedTokenizerFast")
+
+
+def _try(auto_class: Any, source: str | os.PathLike[str], build: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Load a config, load and use a tokenizer or image processor, or build a model without its weights."""
+    is_model = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
+    if is_model or hasattr(auto_class, "from_config"):
+        config = options.get("config") or AutoConfig.from_pretrained(source, **options)
+        code = {} if is_model else {"trust_remote_code": options["trust_remote_code"]}
+        with torch.device("meta"):
+            (auto_class if is_model else auto_class.from_config)(config, **code)
+    else:
+        _use(loaded := build(**options), IMAGES)
+        if isinstance(loaded, PreTrainedTokenizerBase):
+            loaded.decode(list(range(min(len(loaded), 1000))))
+
+
+def _use(loaded: Any, sizes: Sequence[tuple[int, int]]) -> None:
+    """Use a tokenizer or image processor, since some accept values that they cannot compute with."""
+    if isinstance(loaded, PreTrainedTokenizerBase):
+        loaded("a")
+    elif isinstance(loaded, BaseImageProcessor):
+        for size in sizes:
+            pixels = loaded(Image.new("RGB", size))["pixel_values"]
+            if not all(np.isfinite(image).all() for image in pixels):
+                raise ValueError("its pixel values are not finite")
 
 
 @contextmanager

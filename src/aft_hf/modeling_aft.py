@@ -353,7 +353,11 @@ class AFTModel(AFTPreTrainedModel):
     ) -> BaseModelOutputWithPooling:
         hidden_states, grid_size = self.embeddings(pixel_values)
         kwargs["grid_size"] = grid_size
-        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape == hidden_states.shape[:2]:
+        if (
+            attention_mask is not None
+            and attention_mask.dim() == 2
+            and attention_mask.shape == hidden_states.shape[:2]
+        ):
             attention_mask, kwargs["visibility"] = None, Visibility.of(attention_mask)
         for layer in self.layers:  # not in a function, whose caller would keep the embeddings in memory
             hidden_states = layer(hidden_states, attention_mask, **kwargs)
@@ -384,7 +388,9 @@ class AFTModel(AFTPreTrainedModel):
             packing = dict.fromkeys(PACKING_INPUTS)
         if attention_mask is not None and attention_mask.dim() == 3:  # running sums cannot represent it
             if visibility_of(packing, None, *size) is not None:
-                raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
+                raise ValueError(
+                    "pass packed documents either as position_ids or as a 3-D attention_mask, not as both"
+                )
             visibility = None
         else:
             attention_mask = _mask_of_new_tokens(attention_mask, *size, cache)

@@ -635,9 +635,7 @@ def table(
     return finish(query, average.permute(2, 0, 1, 3), value.dtype)
 
 
-def pairwise(
-    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None
-) -> torch.Tensor:
+def pairwise(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """Compute Eq. 2 with any table (B or 1, h, T, T') and any mask (B or 1, 1, T, T'), where None hides nothing:
     (B, h, T, c) from keys (B, h, T', k) and values (B, h, T', c).
     """

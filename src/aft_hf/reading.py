@@ -6,6 +6,7 @@ guards a whole command: it prints any exception as one line. Where a function ta
 `UnreadableError` by default.
 """
 
+import errno
 import os
 import re
 import sys
@@ -13,15 +14,19 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shown  # formats a value of any size and depth for a message, shortened
 from typing import Annotated, Any, TypeVar
 
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
+LARGEST_YAML = 2**20  # characters, which take half a minute
 LONGEST_MESSAGE = 300  # characters that are quoted from the message of a library
 SHOWN_PROBLEMS = 3  # the number of problems of a document that a message lists
 COMPLETE = "complete_message"  # type of the errors of `complete_message`
@@ -55,9 +60,11 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 def _at_most(largest: int) -> AfterValidator:
-    """Return a validator that limits numbers. Values of other types pass: the config class itself checks types."""
+    """Return a validator that limits numbers, also in objects and lists; the config class itself checks types."""
 
     def check(value: Any) -> Any:
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            check(part)
         if isinstance(value, (int, float)) and not abs(value) <= largest:
             raise ValueError(f"must be at most {largest}")
         return value
@@ -79,14 +86,14 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 
 Layers = Annotated[Any, _at_most(2**12)]
 Labels = Annotated[Any, _at_most(2**22)]
-Side = Annotated[Any, _at_most(2**12)]  # pixels: `load` tries each processor, which takes 1 GB for this size
+Side = Annotated[Any, _at_most(2**12)]  # pixels
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Document):
     """Schema of the config.json of any model: the keys that select its classes, and those that configs make lists of.
 
-    All other sizes are checked while the model is built, see `aft_hf.loading`.
+    All other sizes and the classes are checked while they are loaded, see `aft_hf.loading`.
     """
 
     model_type: str | None = None
@@ -98,14 +105,18 @@ class ModelConfig(Document):
     n_layer: Layers = None
     n_layers: Layers = None
     num_layers: Layers = None
+    tokenizer_class: str | None = None
+    image_processor_type: str | None = None
 
 
 class ImageProcessorConfig(Document):
-    """Schema of preprocessor_config.json: the image sizes, each a number or numbers by name, and the normalization."""
+    """Schema of preprocessor_config.json: the class, the image sizes in any form, and the normalization."""
 
-    size: Side | dict[str, Side] | None = None
-    crop_size: Side | dict[str, Side] | None = None
-    pad_size: Side | dict[str, Side] | None = None
+    image_processor_type: str | None = None
+    feature_extractor_type: str | None = None
+    size: Side = None
+    crop_size: Side = None
+    pad_size: Side = None
     rescale_factor: Number | None = None
     image_mean: Number | list[Number] | None = None
     image_std: Number | list[Number] | None = None
@@ -118,8 +129,9 @@ class ProcessorConfig(Document):
 
 
 class TokenizerConfig(Document):
-    """Schema of tokenizer_config.json: the maximum length."""
+    """Schema of tokenizer_config.json: the class, and the maximum length."""
 
+    tokenizer_class: str | None = None
     model_max_length: Annotated[Number, AfterValidator(_whole)] | None = None
 
 
@@ -166,6 +178,43 @@ def _content(path: Path, error: type[ValueError]) -> bytes:
     if len(content) > LARGEST_JSON:
         raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML loader that refuses aliases: nine lines of them can expand to a billion values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*) are not supported")
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(
+    text: str, source: str, error: type[ValueError] = UnreadableError, loader: type[PlainLoader] = PlainLoader
+) -> Any:
+    """Return the value of a YAML text of up to `LARGEST_YAML` characters."""
+    if len(text) > LARGEST_YAML:
+        raise error(f"{source}: is larger than {LARGEST_YAML >> 20} MiB, the limit for YAML")
+    try:
+        return yaml.load(text, loader)  # nosec B506  # a SafeLoader
+    except Exception as problem:  # YAML's constructors pass on Python's errors for invalid dates and numbers
+        raise error(f"{source}: not YAML that can be read: {described(problem)}") from None
+
+
+def parse_header(text: str, source: str, error: type[ValueError] = UnreadableError) -> dict[str, Any]:
+    """Return the metadata in the YAML header of a README.md; they are empty if it has none."""
+    text = text.removeprefix("\ufeff")
+    raw, header = (REGEX_YAML_BLOCK.search(each) for each in (text, _with_line_feeds(text)))
+    if _with_line_feeds(raw[2] if raw else "") != (header[2] if header else ""):  # libraries read one or the other
+        raise error(f"{source}: its header has line breaks of several kinds; save it with line feeds")
+    values = parse_yaml(header[2] if header else "", source, error)
+    if not isinstance(values, dict | None):
+        raise error(f"{source}: its header must be a mapping of keys to values")
+    return values or {}
+
+
+def _with_line_feeds(text: str) -> str:
+    return StringIO(text, newline=None).read()
 
 
 @contextmanager
@@ -219,8 +268,7 @@ def _sentence(error: BaseException) -> str:
     text = _message(error)
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: run pip install 'aft-hf[train]'"
-    no_memory = isinstance(error, RuntimeError) and re.search("out of memory|(allocate|enough) memory", text)
-    if no_memory or isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return "out of memory: use a smaller model or batch size"
     if isinstance(error, (ValueError, OSError)):
         return text or type(error).__name__
@@ -228,6 +276,15 @@ def _sentence(error: BaseException) -> str:
         return f"a worker of the data loader was killed, usually for lack of memory: give fewer workers ({text})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{described(error)} in {frame.name} ({frame.filename}:{frame.lineno}); {TRACEBACK}=1 shows the traceback"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it replaces, means that memory could not be allocated."""
+    said = isinstance(error, RuntimeError) and re.search("out of memory|(allocate|enough) memory", _message(error))
+    if said or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_out_of_memory(before)
 
 
 def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda key: "") -> str:
@@ -253,7 +310,7 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         elif problem["type"] == "missing":
             line = f"{key} is missing"
         elif is_unknown:
-            line = f"unknown key {shortened(key)}{suggest(key)}"
+            line = f"unknown key {shortened(key)}{suggest(key) if len(lines) < SHOWN_PROBLEMS else ''}"
         else:
             line = f"{f'{key}=' if key else ''}{shown(problem['input'])}: {message}"
         lines.setdefault(key, line)

@@ -36,6 +36,26 @@ def black(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
+def repeated_scans(count: int) -> bytes:
+    """Return a JPEG that holds its only scan several times."""
+    content = encoded("JPEG", Image.new("L", (4, 6)))
+    scan = content.index(b"\xff\xda")
+    return content[:scan] + count * content[scan:-2] + content[-2:]
+
+
+def shared_tags(count: int, length: int, order: str = "<", magic: bytes = b"II*\0") -> bytes:
+    """Return a TIFF of tags that all have the whole file as their value."""
+    ones = ((256, 3, 1, 1), (257, 3, 1, 1), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1))  # sizes and kind of pixels
+    tags = [*ones, (273, 4, 1, 0), (277, 3, 1, 1), (278, 3, 1, 1), (279, 4, 1, 1)]  # and where they are
+    tags += [(40_000 + i, 7, length, 0) for i in range(count)]
+    if magic[2:] in (b"+\0", b"\0+"):
+        head, entry = struct.pack(f"{order}HHQQ", 8, 0, 16, len(tags)), "HHQQ"
+    else:
+        head, entry = struct.pack(f"{order}IH", 8, len(tags)), "HHII"
+    content = magic + head + b"".join(struct.pack(order + entry, *tag) for tag in tags)
+    return content + bytes(length - len(content))
+
+
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
 # Content of a file, and part of the message about it.
 BAD = {
@@ -44,6 +64,10 @@ BAD = {
     "nothing": (b"", "cannot be read as an image"),
     "a truncated JPEG": (encoded("JPEG", Image.effect_noise((64, 64), 90).convert("RGB"))[:700], "truncated"),
     "169 million pixels": (black(13000, 13000), "13000 x 13000 pixels; at most 67 million"),
+    "a JPEG of 101 scans": (repeated_scans(101), "is a JPEG of 101 scans; at most 100 are read"),
+    "a TIFF of shared tags": (shared_tags(20, 1000), "is a TIFF whose tags have more values than the file has bytes"),
+    "a big TIFF of shared tags": (shared_tags(20, 1000, ">", b"MM\0+"), "is a TIFF whose tags have more values"),
+    "much EXIF data": (encoded("PNG", exif=b"Exif\0\0" + bytes(2**17)), "has more than 131072 bytes of EXIF data"),
     "4e18 pixels": (black(2**31 - 1, 2**31 - 1), "at most 67 million"),
 }
 

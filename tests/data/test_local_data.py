@@ -315,6 +315,15 @@ def test_a_local_dataset_that_names_addresses_is_refused(tmp_path, name, end, ke
         load_named(str(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "end"), [("README.md", "---\n"), (".huggingface.yaml", "")])
+def test_a_local_dataset_whose_yaml_expands_is_refused(tmp_path, name, end):
+    write_file(tmp_path / "train.csv", "text")
+    lines = [f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in zip("abcdefghij", "bcdefghijk")]
+    (tmp_path / name).write_text("\n".join(["---", "a: &a [x]", *lines, "configs: *k", end]))
+    with pytest.raises(ValueError, match=rf"{name}: not YAML that can be read: aliases \(\*\) are not supported"):
+        load_named(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["http://127.0.0.1:9/x.csv", "file:///dev/zero", "zip://a.csv::http://127.0.0.1/a"])
 def test_an_address_is_no_file(name):
     for read in (load_local, lambda name: read_images(name, 5)):

@@ -3,15 +3,17 @@
 import configparser
 import html
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from saved_models import changed
 
 
-pytest.importorskip("gradio", reason="the demo needs gradio: pip install -c constraints.txt -e '.[demo]'")
+gr = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -c constraints.txt -e '.[demo]'")
 ROOT = Path(__file__).parents[2]
 
 
@@ -149,6 +151,38 @@ def test_the_page_says_what_a_model_is_and_how_good(models):
     assert "ten classes of CIFAR-10" in about and re.search(r"Measured: accuracy 0\.\d+ on CIFAR-10", about)
     assert "million parameters" in about
     assert "No results are recorded" in load(models["text"]).about
+
+
+@pytest.mark.parametrize("header", ["a: [", "a: !!python/tuple [1]", "[" * 3000, "tags: 5", "- a", "a: &a [*a]"])
+def test_a_card_that_cannot_be_read_leaves_the_model_in_its_tab(models, tmp_path, header):
+    from loading import load
+
+    shutil.copytree(models["text"], tmp_path / "text")
+    (tmp_path / "text" / "README.md").write_text(f"---\n{header}\n---\nIt writes.\n")
+    assert "No results are recorded" in load(str(tmp_path / "text")).about
+
+
+def test_pictures_beside_a_model_that_cannot_be_read_are_no_examples(models, tmp_path, monkeypatch):
+    import app
+    import image_tab
+
+    shown = []
+    monkeypatch.setattr(image_tab, "image_input", lambda value, **options: shown.append(value) or gr.Image())
+    shutil.copytree(models["image"], tmp_path / "image")
+    changed(id2label={str(i): f"class {i}" for i in range(10)})(tmp_path / "image" / "config.json")
+    (tmp_path / "image" / "1.jpg").write_bytes(b"no image")
+    noise().save(tmp_path / "image" / "2.jpg")
+    app.build_app({"image": str(tmp_path / "image")})
+    assert shown == [str(tmp_path / "image" / "2.jpg")]
+
+
+def test_images_of_several_visitors_are_computed_at_the_same_time(models):
+    import app
+
+    limits = {
+        each.concurrency_id: each.concurrency_limit for each in app.build_app({"image": models["image"]}).fns.values()
+    }
+    assert limits["images"] > 1
 
 
 def test_a_model_that_no_tab_can_show_is_refused(tmp_path):

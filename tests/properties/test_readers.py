@@ -132,7 +132,7 @@ FOUND = [
     ("convert shards", INDEX, ("weight_map",), {"a": 1}, "a=1"),
     ("convert shards", INDEX, ("weight_map",), {"a": "../vit/model.safetensors"}, "must name a file beside"),
     ("publish text", "generation_config.json", (), None, "cannot be loaded"),
-    ("publish text", TOKENIZER, ("tokenizer_class",), [1], "cannot be loaded by AutoTokenizer"),
+    ("publish text", TOKENIZER, ("tokenizer_class",), [1], "tokenizer_class=[1]"),
     ("evaluate text", TOKENIZER, ("model_max_length",), "long", "model_max_length='long': must be a valid number"),
     ("visualize text", TOKENIZER, ("model_max_length",), 0, "model_max_length=0: must be a whole number of at least"),
     ("evaluate text", "tokenizer.json", ("pre_tokenizer",), PANICS, "retry-limit"),

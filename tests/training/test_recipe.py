@@ -144,3 +144,20 @@ def test_every_key_is_explained_with_its_type_default_and_meaning():
     keys = re.findall(r"^[a-z][\w.]*(?=: )", text, re.MULTILINE)
     sections = {name for kind in RECIPE_TASKS.values() for name in kind.model_fields}
     assert {key.split(".")[0] for key in keys} == sections | {"base", "smoke"}
+
+
+def test_many_unknown_keys_cost_no_more_than_those_that_are_named(recipe, monkeypatch):
+    asked = []
+    monkeypatch.setattr("difflib.get_close_matches", lambda key, *_, **__: asked.append(key) or [])
+    recipe.write_text(MINIMAL + "".join(f"key{i}: 1\n" for i in range(1000)))
+    with pytest.raises(ValueError, match=r"unknown key key0; .*unknown key key2; .*; and 997 more"):
+        load_recipe(recipe)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("source", ["architecture: gpt2", "pretrained: somewhere"])
+@pytest.mark.parametrize("key", ["n_layer", "num_hidden_layers", "n_layers", "num_labels"])
+def test_a_size_that_no_model_has_is_refused_by_its_key(recipe, source, key):
+    recipe.write_text(re.sub("model: {.*}\noptimizer", f"model: {{{source}, {key}: 1000000000}}\noptimizer", MINIMAL))
+    with pytest.raises(ValueError, match=f"model.{key}=1000000000: must be at most"):
+        load_recipe(recipe)

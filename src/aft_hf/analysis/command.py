@@ -19,6 +19,7 @@ from ..configuration_aft import AFTConfig
 from ..conversion.images import pixel_batches, read_images
 from ..conversion.source import read_source
 from ..data.image_size import pixel_values
+from ..limits import limited
 from ..loading import find_file, load, read_config
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
 from ..reading import explained, read_json
@@ -85,7 +86,9 @@ def _keys(checkpoint: str, layers: str | None, heads: int, images: Path | None, 
     if model.config.modality == "text":
         if text is None:
             raise ValueError('the model reads text; give --text "..."')
-        features = key_features(model, **load(AutoTokenizer, checkpoint)([text], return_tensors="pt"))
+        tokenizer = load(AutoTokenizer, checkpoint)
+        inputs = limited(lambda: dict(tokenizer([text])), checkpoint, len(text))
+        features = key_features(model, **{name: torch.tensor(values) for name, values in inputs.items()})
         maps, axes = [each[None] for each in features], ("position", "feature")
         return _draw(maps, layers, scale="signed", axes_labels=axes, label="key K", most=heads)
     (image,) = _images(images, 1)

@@ -2,7 +2,9 @@
 
 import io
 import os
+import re
 import stat
+import struct
 import warnings
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +28,10 @@ LIMITS = (
     f"; at most {MAX_PIXELS / 1e6:.0f} million pixels are read, and a longer side of at most {MAX_RATIO} times the "
     "shorter one: make it smaller or crop it"
 )
+# Each scan of a JPEG visits all blocks, however few bytes it has. Encoders write up to 14, and libtiff reads 100.
+MAX_SCANS = 100
+SCAN = re.compile(rb"\xff\xda\0(\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # header of a scan of 1 to 4 components
+MAX_EXIF = 2**17  # bytes: a tag may refer to any of them, and each is copied
 SYSTEM_NAMES = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")  # hold thumbnails and deleted files
 PARQUET = ".parquet"
 
@@ -50,7 +56,8 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd files, and about sizes that are refused below
-            return _decoded(io.BytesIO(source) if isinstance(source, bytes) else Path(source), name)
+            with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
+                return _decoded(file, name)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -116,11 +123,33 @@ def list_images(path: Path) -> list[Path]:
     return images or tables
 
 
-def _decoded(file: BinaryIO | Path, name: str) -> Image.Image:
+def _check_work(file: BinaryIO, name: str) -> None:
+    """Raise an `ImageError` for a JPEG of more than `MAX_SCANS` scans, and for a TIFF whose tags share their data.
+
+    Pillow copies the data of each tag: a file of a megabyte could take many gigabytes.
+    """
+    content = file.read()
+    file.seek(0)
+    if content.startswith(b"\xff\xd8") and (scans := sum(1 for _ in SCAN.finditer(content))) > MAX_SCANS:
+        raise ImageError(f"{name}: is a JPEG of {scans} scans; at most {MAX_SCANS} are read: save it again")
+    if content.startswith((b"II", b"MM")):
+        order, is_big = "<" if content.startswith(b"II") else ">", content[2:4] in (b"+\0", b"\0+")
+        start, count, entry = (order + each for each in (("8xQ", "Q", "HHQ8x") if is_big else ("4xI", "H", "HHI4x")))
+        (offset,) = struct.unpack_from(start, content)
+        (number,) = struct.unpack_from(count, content, offset)
+        tags = memoryview(content)[offset + struct.calcsize(count) :][: number * struct.calcsize(entry)]
+        if sum(length for _, _, length in struct.iter_unpack(entry, tags)) > len(content):
+            raise ImageError(f"{name}: is a TIFF whose tags have more values than the file has bytes: save it again")
+
+
+def _decoded(file: BinaryIO, name: str) -> Image.Image:
+    _check_work(file, name)
     with Image.open(file, formats=FORMATS) as image:  # reads the header only
         short, long = sorted(image.size)
         if short * long > MAX_PIXELS or long > MAX_RATIO * short:
             raise ImageError(f"{name}: has {image.width} x {image.height} pixels{LIMITS}")
+        if max(len(image.info.get(key) or "") for key in ("exif", "Raw profile type exif")) > MAX_EXIF:
+            raise ImageError(f"{name}: has more than {MAX_EXIF} bytes of EXIF data; remove them")
         ImageOps.exif_transpose(image, in_place=True)
         tags = getattr(image, "tag_v2", {})  # of a TIFF, which can also have 12 bits per pixel, and 0 for white
         is_plain = tags.get(BITS_PER_SAMPLE, (16,)) == (16,) and tags.get(PHOTOMETRIC_INTERPRETATION, 1) == 1

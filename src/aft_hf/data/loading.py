@@ -17,12 +17,10 @@ from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.features.features import require_decoding
 from datasets.io.json import JsonDatasetReader
 from datasets.io.parquet import ParquetDatasetReader
-from huggingface_hub import metadata_load
 from PIL import Image as PILImage
 from transformers.utils import logging
-from yaml import safe_load
 
-from ..reading import UnreadableError, described, explained
+from ..reading import UnreadableError, described, explained, parse_header, parse_yaml, read_text
 from .atomic_files import sha256, write_atomic
 from .image_files import PARQUET, SUFFIXES, list_images, open_image
 from .text import cached
@@ -114,12 +112,10 @@ def check_named(name: str) -> None:
     place = Path(name)
     if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
         raise ValueError(f"{name}: *, ?, [ and :: in the path of a dataset act as a pattern; rename the directory")
-    for file, read in (
-        (place / "README.md", metadata_load),
-        (place / ".huggingface.yaml", lambda file: safe_load(file.read_text())),
-    ):
-        with explained(f"{file}: cannot be read"):
-            if file.is_file() and "://" in repr((read(file) or {}).get("configs")):
+    for file, read in ((place / "README.md", parse_header), (place / ".huggingface.yaml", parse_yaml)):
+        if file.is_file():
+            values = read(read_text(file), str(file))
+            if isinstance(values, dict) and "://" in repr(values.get("configs")):
                 raise UnreadableError(f"{file}: its configs name addresses; only files of a local dataset are read")
 
 

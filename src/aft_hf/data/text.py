@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, cast
@@ -13,6 +14,7 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..limits import limited
 from ..reading import explained
 from .atomic_files import write_atomic
 from .samples import SampleKey, sum_file
@@ -78,7 +80,8 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):
-                ids = tokenizer(part.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+                tokenized = partial(tokenizer, part.decode(), add_special_tokens=False, verbose=False)
+                ids = limited(lambda read=tokenized: read()["input_ids"], tokenizer.name_or_path, len(part))
                 file.write(np.asarray(ids, dtype=TOKEN_DTYPE).tobytes())
     return path, stop - start
 

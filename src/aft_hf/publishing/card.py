@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..data.atomic_files import write_atomic
 from ..modeling_aft import HEADS, AFTModel
-from ..reading import first_line
+from ..reading import first_line, parse_header, read_text
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
 from .folder import PublishError, misplaced_files
@@ -122,6 +122,7 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
 def card_problems(text: str, directory: Path) -> list[str]:
     """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network."""
     try:
+        parse_header(text, README)
         card = ModelCard(text)
         data = card.data.to_dict()
     except Exception as error:  # the YAML parser and the card classes can raise any exception
@@ -140,7 +141,7 @@ def _license(directory: Path, license: str | None) -> dict[str, str]:
     """Return the metadata of the license: those of a given license, or those in README.md."""
     if license is None:
         try:
-            written = metadata_load(directory / README) or {}
+            written = parse_header(read_text(directory / README), README)
         except Exception:  # there is no card yet, or the checks report what is wrong with it
             written = {}
         kept = {name: value for name, value in written.items() if name.startswith("license") and value}

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from array import array
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +39,7 @@ from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts
+from ..limits import limited
 from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
 from ..progress import plain_console
@@ -226,11 +228,16 @@ def evaluate_language_model(
 def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[np.ndarray, int]:
     """Return the tokens of all rows and the number of their bytes in UTF-8; warn if the two do not agree."""
     tokens, num_bytes, changed = array("I"), 0, 0
-    for texts in read_texts(dataset, column):
+
+    def read(texts: list[str]) -> tuple[list[list[int]], list[str]]:
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return rows, tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+
+    for texts in read_texts(dataset, column):
+        size = sum(len(text.encode()) for text in texts)
+        rows, decoded = limited(partial(read, texts), tokenizer.name_or_path, size)
         tokens.extend(chain.from_iterable(rows))
-        num_bytes += sum(len(text.encode()) for text in texts)
-        decoded = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+        num_bytes += size
         changed += sum(a != b for a, b in zip(texts, decoded))
     if len(tokens) < 2:
         raise ValueError(f"a text needs 2 tokens, since the first is not predicted, and this one has {len(tokens)}")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from transformers import CONFIG_MAPPING, SchedulerType
 from typing_extensions import TypeVar
 
-from ..reading import complete_message, described, explain, read_text, shortened
+from ..reading import ModelConfig, PlainLoader, complete_message, explain, parse_yaml, read_text, shortened
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
@@ -205,6 +205,10 @@ class Recipe(Section, Generic[DataType]):
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
         if ("architecture" in model) == ("pretrained" in model):
             raise complete_message("give either model.architecture (a model_type) or model.pretrained")
+        try:
+            ModelConfig.model_validate({name: value for name, value in model.items() if isinstance(value, int)})
+        except ValidationError as problems:
+            raise complete_message(f"model.{explain(problems)}") from None
         if "pretrained" in model:
             return model
         architecture = model["architecture"]
@@ -327,13 +331,13 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
-        values = _merge(values, {key: _parse(value, shortened(override))})
+        values = _merge(values, {key: parse_yaml(value, shortened(override), loader=_Loader)})
     return build_recipe(values)
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Return the nested values of a file, merged with those of its bases; `above` are the files based on it."""
-    values = _parse(read_text(path), str(path))
+    values = parse_yaml(read_text(path), str(path), loader=_Loader)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a recipe must be a mapping of keys to values")
     base = values.pop("base", None)
@@ -361,16 +365,8 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
         raise ValueError(explain(error, lambda key: _suggestion(key, keys) or others)) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4.
-
-    Aliases are refused: nine lines of them can expand to a billion values.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("aliases (*) are not supported")
-        return super().compose_node(parent, index)
+class _Loader(PlainLoader):
+    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4."""
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         value, line = super().construct_scalar(node), f"line {node.start_mark.line + 1}"
@@ -389,14 +385,6 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
-
-
-def _parse(text: str, source: str) -> Any:
-    """Return the value of a YAML text; raise a ValueError if it cannot be read."""
-    try:
-        return yaml.load(text, _Loader)  # nosec B506  # a SafeLoader
-    except Exception as error:  # YAML's constructors pass on Python's errors for invalid dates and numbers
-        raise ValueError(f"{source}: not YAML that can be read: {described(error)}") from None
 
 
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

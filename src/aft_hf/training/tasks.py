@@ -30,6 +30,7 @@ from ..data.loading import GENERATED, draw_images, hold_out, load_named, load_sp
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
+from ..limits import check_limits
 from ..loading import load
 from ..reading import explained
 from .metrics import accuracy_and_loss, code_length
@@ -69,8 +70,14 @@ class Task(ABC):
             return load(self.auto_model, source, ignore_mismatched_sizes=True, **values)
         architecture = fields.pop("architecture")
         with explained("model: cannot be built"):
-            config = AutoConfig.for_model(architecture, **(self._fitting(CONFIG_MAPPING[architecture]) | fields))
-            return self.auto_model.from_config(config)
+            values = self._fitting(CONFIG_MAPPING[architecture]) | fields
+
+            def build(device: str) -> PreTrainedModel:
+                with torch.device(device):
+                    return self.auto_model.from_config(AutoConfig.for_model(architecture, **values))
+
+            check_limits(lambda: build("meta"), "model")
+            return build("cpu")
 
     def _fitting(self, config: type[Any]) -> dict[str, Any]:
         """Return the `config_values` that are fields of the config class."""
