@@ -95,8 +95,9 @@ class Visibility:
         position = before - torch.where(begins, before, 0).cummax(1).values
         first = torch.where(real & (position == 0), places, 0).cummax(1).values
         holes = real & (places - first != position)
-        facts = torch.stack([(~real).any(), begins[:, 1:].any(), holes.any(), (~real[:, :1]).any()])
-        known = read(facts) if may_read else None
+        known = None
+        if may_read and not torch.compiler.is_compiling():
+            known = read(torch.stack([(~real).any(), begins[:, 1:].any(), holes.any(), (~real[:, :1]).any()]))
         padded, packed, has_holes, leads = known or (True, starts is not None, mask is not None, True)
         if not (padded or packed):
             return None
@@ -374,7 +375,7 @@ def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
     if not by_operator:
         return portable.table(query, key, value, bias, problem.causal, biases.hides_outside)
-    (rows, _, width), features = value.shape, value.shape[-1] // heads
+    rows, features = len(value), value.shape[-1] // heads
     if rows < 2 or features >= FEW_FEATURES:
         return torch.ops.aft_hf_v2.table(query, key, value, bias, problem.causal)
     # All rows share w, so they can be further features of each head.

@@ -52,7 +52,7 @@ def ask(condition: torch.Tensor) -> bool | None:
 
 def _ask_now(condition: Callable[[], torch.Tensor], *tensors: torch.Tensor) -> bool | None:
     """`ask`, without waiting for an accelerator: None if a tensor is not on a CPU."""
-    if any(x.device.type != "cpu" for x in tensors):
+    if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
         return None
     with torch.no_grad():
         return ask(condition())
@@ -157,13 +157,13 @@ def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, *, ma
     bias = bias.to(key.dtype)
     if bias.shape[-2] == 1 and not masked:  # one maximum over K + w is exact for biases of any span
         return total(key + bias.mT.unsqueeze(-1), value)
-    largest = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
-    relative = bias - largest
     if masked:
         careful = _ask_now(lambda: ~(value.isfinite().all() & (key < math.inf).all()), key, value, bias)
         if careful is not False:  # NaN in a hidden position would reach every query of a product
             return _averages_by_logits(key, value, bias)
-    else:
+    largest = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
+    relative = bias - largest
+    if not masked:
         careful = _ask_now(lambda: relative.amin() < LOST if relative.numel() else relative.new_zeros(()), key, bias)
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
@@ -223,8 +223,8 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
     length = key.shape[-3]
     half = min(SMALLEST_TRIANGLE, power_of_two_from(length))
     size = half * power_of_two_from(-(-length // half))
-    key, value = pad_positions(key, value, size - length)
     if length < size:
+        key, value = pad_positions(key, value, size - length)
         bias = nn.functional.pad(bias, (0, size - length, 0, size - length))
     later = torch.ones(half, half, dtype=torch.bool, device=key.device).triu(1)
     blocks, of_blocks = (x.unflatten(-3, (-1, half)) for x in (key, value))
@@ -294,7 +294,7 @@ def _exported_prefix_sums(sums: Averages, decay: torch.Tensor | None) -> Average
     def inclusive(sums: Averages, rate: torch.Tensor) -> Averages:
         places = torch.arange(sums.logsumexp.shape[-3], device=device)
         distance = (places[:, None] - places)[None, None]
-        bias = (-rate * distance).to(sums.logsumexp.dtype).masked_fill(distance < 0, -math.inf)
+        bias = (rate * -distance).to(sums.logsumexp.dtype).masked_fill(distance < 0, -math.inf)
         return _averages_by_logits(sums.logsumexp, sums.average, bias)
 
     padded = Averages(*pad_positions(*sums[::-1], padding, hidden=EMPTY)[::-1])
@@ -440,6 +440,8 @@ def _window_sums(
             position = (tokens - starts).clamp(0, bias.shape[1] - 1)  # (B, n C)
             rows = torch.arange(len(bias), device=device)[:, None]
             bias = bias[rows.expand(len(position), 1) if len(bias) > 1 else 0, position]
+        elif bias.shape[1] == length:
+            bias = nn.functional.pad(bias, (0, 0, 0, 0, 0, padding))
         else:
             bias = bias[:, tokens.clamp_max(bias.shape[1] - 1)]
     bias = bias.transpose(1, 2).flatten(0, 1)  # (L or h, n C or 1, s)

@@ -73,7 +73,7 @@ class PositionBias:
         return None
 
     def reversed(self, length: int) -> "PositionBias":
-        """Return the biases of the reversed sequence of `length` tokens: of T - 1 - t and T - 1 - t' in place of t, t'."""
+        """Return the biases of the reversed sequence of `length` tokens."""
         raise NotImplementedError
 
     def tensors(self) -> list[torch.Tensor]:
@@ -167,9 +167,10 @@ class Window(Dense):
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
         # Row i of the table (C, reach + C) of a chunk has its window from column i on. In rows that are longer by one,
         # the windows of all rows start in the first column.
-        reach, size = self.reach, max(self.reach, SMALLEST_PRODUCT)
-        if not torch.compiler.is_exporting():  # an exported program serves all lengths with one size
-            size = min(size, max(length, 1))
+        reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
+        if torch.compiler.is_exporting():  # without chunks, whose number would depend on the length
+            queries = torch.arange(length, device=self.device)[:, None]
+            return super().between(queries, queries + torch.arange(-reach, 1, device=self.device)).squeeze(2)[None]
         chunks = (length + size - 1) // size
         positions = torch.arange(chunks * size, device=self.device).view(1, chunks, size)
         positions = positions + (start.view(-1, 1, 1) if isinstance(start, torch.Tensor) else start)

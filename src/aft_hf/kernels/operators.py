@@ -156,7 +156,7 @@ def _takes(name: str, arguments: Sequence[Any]) -> bool:
     dtypes = {x.dtype for x in given if x is not None}
     if len(dtypes) > 1 or not dtypes.issubset(DTYPES) or (name != "band" and _is_wide(arguments[3:])):
         return False
-    return name == "band" or given[0] is None or given[0].shape == given[2].shape
+    return name == "band" or given[0] is None or given[0].shape[-1] > 1 or given[2].shape[-1] == 1
 
 
 def _is_wide(arguments: Sequence[Any]) -> bool:
