@@ -107,11 +107,11 @@ def eq_2(problem: Problem) -> torch.Tensor:
     """Eq. 2 as printed, over all pairs."""
     query, key, value = problem[:3]
     w, width = problem.table(), value.shape[2]
-    logits = key.repeat_interleave(width // key.shape[2], 2)[:, None] + w.repeat_interleave(width // w.shape[3], 3)
-    nothing = (logits == -math.inf).all(2, keepdim=True)
-    weights = torch.softmax(logits.masked_fill(nothing, 0.0), 2).masked_fill(nothing, 0.0)
-    values = torch.where(weights == 0, 0.0, value[:, None])  # hidden values may be NaN
-    average = (weights * values).sum(2)
+    key, w = key.repeat_interleave(width // key.shape[2], 2)[:, None], w.repeat_interleave(width // w.shape[3], 3)
+    hidden = (key == -math.inf) | (w == -math.inf)  # whatever else is NaN
+    logits = torch.where(hidden, -math.inf, key + w).masked_fill(hidden.all(2, keepdim=True), 0.0)
+    weights = torch.where(hidden, 0.0, torch.softmax(logits, 2))
+    average = (weights * torch.where(hidden, 0.0, value[:, None])).sum(2)
     return average if query is None else torch.sigmoid(query) * average
 
 
@@ -389,6 +389,27 @@ def test_biases_of_minus_infinity_hide_tokens_from_some_queries(variant):
         assert all(x.isfinite().all() for x in found.values()) and found["output"][:, 7].eq(0).all()
         problem.value[:, 30] = math.nan
         torch.testing.assert_close(operator(problem)[:, :20], found["output"][:, :20])
+
+
+@each(TYPICAL)
+@pytest.mark.parametrize("argument", ("query", "key", "value", "bias"))
+def test_nan_and_infinity_reach_what_they_reach_in_eq_2_and_nothing_else(name, argument, variant):
+    problem = TYPICAL[name]()
+    changed = getattr(problem, argument)
+    if changed is None:
+        pytest.skip("the problem has no such argument")
+    if argument == "bias":
+        changed.flatten()[torch.tensor([3, -5])] = torch.tensor([math.nan, math.inf])
+    else:
+        problem.key[:, 7], problem.value[:, 7] = -math.inf, math.nan
+        changed[:, 20, 0], changed[:, -3, -1] = math.nan, -math.inf if argument == "value" else math.inf
+    weight = torch.linspace(0.2, 1, problem.value.numel()).view(problem.value.shape)
+    found = with_gradients(operator, problem, weight)
+    exact = with_gradients(eq_2, to(problem, torch.float64, 5), weight.double())
+    for result, y in exact.items():
+        number = y.isfinite()
+        assert torch.equal(found[result].isfinite(), number), result
+        torch.testing.assert_close(found[result][number], y[number].float(), rtol=1e-3, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------- layouts, threads, errors

@@ -214,8 +214,9 @@ class CausalColumn {
   // ------------------------------------------------------------------------------------------------------------- sums
 
   // Calls emit(i, sums) for the queries of a chunk, whose first one has a position in its document, and sets the far
-  // sums to those of the next chunk. Values count from `center`. Returns whether the fast way was exact: all sums are
-  // then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and `emit` is called again.
+  // sums to those of the next chunk. Values count from `center`. Returns whether the fast way was exact, and what `emit`
+  // returned was finite: all sums are then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and
+  // `emit` is called again.
   template <class Emit>
   bool queries(int64_t position, int count, vf center, const Emit& emit) {
     position_ = position, split_ = nullptr;  // columns of a group share the memory
@@ -273,9 +274,9 @@ class CausalColumn {
 
   // exp(K + w) of entry i + j for query i.
   Scaled careful_weight(int i, int j) const {
-    const vf w_m = weights_.vectors ? load(w_m_ + j * VL) : splat(w_m_[j]);
-    const vf w_n = weights_.vectors ? load(w_n_ + j * VL) : splat(w_n_[j]);
-    return {load(m + (i + j) * VL) * w_m, load(n + (i + j) * VL) + w_n};
+    const Scaled key = {load(m + (i + j) * VL), load(n + (i + j) * VL)};
+    return key * (weights_.vectors ? Scaled{load(w_m_ + j * VL), load(w_n_ + j * VL)}
+                                   : Scaled{splat(w_m_[j]), splat(w_n_[j])});
   }
 
   // Adds the entries begin .. end - 1 to the far sums.
@@ -344,7 +345,9 @@ class CausalColumn {
       vf smallest = denominator[0], sum = numerator[0];
       for (int u = 1; u < rows; ++u) smallest = min(smallest, denominator[u]), sum += numerator[u];
       if (any((smallest < SMALLEST) | (sum * 0.0f != 0.0f))) return false;
-      for (int u = 0; u < rows; ++u) emit(i + u, Sums{numerator[u], denominator[u], top});
+      vf emitted = {};
+      for (int u = 0; u < rows; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
+      if (any(emitted - emitted != 0.0f)) return false;
     }
     later.numerator += own.numerator, later.denominator += own.denominator;
     return true;

@@ -87,7 +87,13 @@ struct Sums {
   void renormalize(vf size) { take_exponent(n + exponent_of(size)); }
 };
 
-// Adds what `each_key` visits, as visit(exp(K + w), V, ...), to sums, with an exponent of their own.
+// Whether sums are not exact or not finite, so that they have to be computed again.
+static inline vi are_lost(vf numerator, vf denominator) {
+  return ~((denominator >= SMALLEST) & (numerator - numerator == 0.0f));
+}
+
+// Adds what `each_key` visits, as visit(exp(K + w), V, ...), to sums, with an exponent of their own. Hidden values may be
+// NaN.
 template <class EachKey>
 Sums careful_sums(Sums sums, const EachKey& each_key) {
   vf most = sums.n;
@@ -95,7 +101,7 @@ Sums careful_sums(Sums sums, const EachKey& each_key) {
   sums.take_exponent(most);
   each_key([&](Scaled e, vf value, auto...) {
     const vf weight = scaled(e.m, e.n - most);
-    sums.numerator += weight * value;
+    sums.numerator += e.m == 0.0f ? vf{} : weight * value;
     sums.denominator += weight;
   });
   return sums;
