@@ -36,9 +36,9 @@ class AFTLayerState(CacheLayerMixin):
 
     Attributes:
         keys, values: (B, h, W, k) and (B, h, W, c): the last real tokens of each row, right-aligned. Keys are -inf
-            where a row has fewer than W tokens. These and the sums are in float32, or float64 for float64 inputs.
+            where a row has fewer than W tokens. These and the maximum are in float32, or float64 for float64 inputs.
         numerator, denominator, maximum: the sums of Eq. 2 over the tokens before the window, divided by exp(maximum),
-            (B, h, 1, c) and twice (B, h, 1, k).
+            (B, h, 1, c) and twice (B, h, 1, k). The sums are in float64: rounding errors of many steps do not add up.
         padding: (B,), the number of padding tokens of each row.
         history: all keys (B, T, h k) in order, -inf for padding. None unless `output_attentions` is used.
         padded: whether rows may have different numbers of real tokens (`seen`).
@@ -89,8 +89,8 @@ class AFTLayerState(CacheLayerMixin):
         self.device = key_states.device
         self.keys = key_states.new_full((*shape, key_width), -torch.inf)
         self.values = value_states.new_zeros((*shape, width))
-        self.numerator = value_states.new_zeros((batch, heads, 1, width))
-        self.denominator = key_states.new_zeros((batch, heads, 1, key_width))
+        self.numerator = value_states.new_zeros((batch, heads, 1, width), dtype=torch.float64)
+        self.denominator = key_states.new_zeros((batch, heads, 1, key_width), dtype=torch.float64)
         self.maximum = key_states.new_full((batch, heads, 1, key_width), EMPTY)
         self.padding = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.is_initialized = True
@@ -106,7 +106,9 @@ class AFTLayerState(CacheLayerMixin):
 
     def _store_sums(self, sums: Averages) -> None:
         average, logsumexp = (unfold(x, self.keys.shape[1]) for x in sums)
-        self.store(numerator=average, denominator=torch.ones_like(logsumexp), maximum=logsumexp)
+        maximum = logsumexp.to(self.keys.dtype)
+        denominator = (logsumexp - maximum).clamp(-1.0, 1.0).exp()  # that of an empty sum is not defined
+        self.store(numerator=average * denominator, denominator=denominator, maximum=maximum)
 
     def mix(self, problem: Mixing, implementation: str = "auto") -> torch.Tensor:
         """Compute Eq. 2, (B, T, d), for new tokens after the cached ones, and add them to the state."""
@@ -114,7 +116,7 @@ class AFTLayerState(CacheLayerMixin):
             raise ValueError("a state holds one sequence per row, not packed documents")
         by_operator = self.window is not None and has_state_operator(problem, implementation)
         if self.is_initialized:
-            by_operator &= self.numerator.dtype == torch.float32 and not self.numerator.requires_grad
+            by_operator &= self.keys.dtype == torch.float32 and not self.numerator.requires_grad
         biases = problem.biases
         one_token = problem.length == 1 and problem.padding_mask is None and self.is_initialized
         windowed = self.window is not None and not biases.hides_outside and implementation != "reference"
@@ -194,7 +196,7 @@ class AFTLayerState(CacheLayerMixin):
             steps = torch.arange(1, length + 1, device=key.device, dtype=key.dtype)
             slopes = biases.slopes.to(key.dtype).repeat(batch)
             far = far.shifted(-(slopes[:, None] * steps)[..., None, None])
-        return unfold(sums.merge(far).average, key.shape[1])
+        return unfold(far.merge(sums.map(torch.Tensor.double)).average, key.shape[1]).to(value.dtype)
 
     def update(
         self,
@@ -239,7 +241,7 @@ class AFTLayerState(CacheLayerMixin):
             kept_keys, kept_values = (x.take_along_dim(index.clamp_min(0), 2) for x in (keys, values))
             self.store(keys=kept_keys.masked_fill(index < 0, -torch.inf), values=kept_values)
         if leaving_keys.shape[2] > 0:
-            past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values)))
+            past = past.merge(block_sums(fold(leaving_keys), fold(leaving_values)).map(torch.Tensor.double))
         self._store_sums(past)
         self.count(length, counts)
         return self.keys, self.values
@@ -268,12 +270,12 @@ class AFTLayerState(CacheLayerMixin):
             past = past.shifted(-slopes.to(key.dtype).repeat(batch).view(-1, 1, 1, 1))
         keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         row = None if bias is None else bias.expand(batch, -1, -1, -1).flatten(0, 1).mT  # (B h, 1, W + 1)
-        average = past.merge(block_sums(fold(keys), fold(values), row)).average
-        past = past.merge(block_sums(fold(keys[:, :, :1]), fold(values[:, :, :1])))
+        average = past.merge(block_sums(fold(keys), fold(values), row).map(torch.Tensor.double)).average
+        past = past.merge(block_sums(fold(keys[:, :, :1]), fold(values[:, :, :1])).map(torch.Tensor.double))
         self.store(keys=keys[:, :, 1:], values=values[:, :, 1:])
         self._store_sums(past)
         self.count(1, None)
-        return unfold(average, key.shape[1])
+        return unfold(average, key.shape[1]).to(value.dtype)
 
     def tokens_after(self, length: int, limit: int) -> int:
         """Number of tokens of the longest row after `length` more, to be compared with a `limit` of positions."""

@@ -478,7 +478,7 @@ def test_arguments_that_do_not_match_are_errors(variant):
     with pytest.raises(ValueError, match="do not match"):
         OPS.causal_state(*of_causal._replace(bias=torch.randn(1, 20, 4, 4)), *state)  # of more heads than the state
     for i in range(5):
-        for change in (lambda x: x[..., :1, :0], lambda x: x.double(), lambda x: x.mT.contiguous().mT):
+        for change in (lambda x: x[..., :1, :0], lambda x: x.half(), lambda x: x.mT.contiguous().mT):
             changed = [change(x) if i == j else x for j, x in enumerate(state)]
             if not all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(changed, state)):
                 with pytest.raises(ValueError, match="do not match"):
@@ -509,9 +509,10 @@ def empty_state(problem: Causal, heads: int) -> list[torch.Tensor]:
     kept = 0 if problem.bias is None else problem.bias.shape[-1] - 1
     key_width = problem.key.shape[2] // heads
     keys = torch.full((batch, heads, kept, key_width), -math.inf)
-    values, sums = torch.zeros(batch, heads, kept, width // heads), torch.zeros(batch, heads, 1, width // heads)
-    shared = torch.zeros(batch, heads, 1, key_width)
-    return [keys, values, sums, shared, torch.full_like(shared, -1e30)]
+    values = torch.zeros(batch, heads, kept, width // heads)
+    numerator = torch.zeros(batch, heads, 1, width // heads, dtype=torch.float64)
+    denominator = torch.zeros(batch, heads, 1, key_width, dtype=torch.float64)
+    return [keys, values, numerator, denominator, torch.full(denominator.shape, -1e30)]
 
 
 def piece(problem: Causal, begin: int, end: int, *, per_row: bool = False) -> Causal:
@@ -541,6 +542,23 @@ def test_a_prompt_may_be_given_in_pieces(kind, hides_outside, heads, variant):
                 rounding = 2e-4 if dtype == FP32 else torch.finfo(dtype).eps
                 torch.testing.assert_close(found, expected[:, start : start + count], rtol=rounding, atol=2e-5)
                 start += count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("period", (1, 7))
+def test_steps_of_repeated_tokens_do_not_drift(kind, period, variant):
+    count = 50_000
+    problem = causal(kind, 1, period, 16, 2, 4, query=False)
+    problem = problem._replace(bias=None if problem.bias is None else problem.bias[:, :1].contiguous())
+    repeated = {name: getattr(problem, name).repeat(1, count // period, 1) for name in ("key", "value")}
+    # A last token that counts as much as all before it shows errors of their denominator, too.
+    repeated["key"] = torch.cat([repeated["key"], repeated["key"][:, -1:] + math.log(count)], 1)
+    repeated["value"] = torch.cat([repeated["value"], repeated["value"][:, -1:] + 3], 1)
+    expected = operator(problem._replace(**repeated))[:, -2:]
+    state, one = empty_state(problem, 2), OPS.causal_state.default
+    steps = [*zip(repeated["key"].split(1, 1), repeated["value"].split(1, 1))]
+    found = [one(None, *step, problem.bias, problem.slopes, None, False, *state) for step in steps][-2:]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,7 +30,8 @@ struct CausalProblem : Problem {
   const int64_t* first;           // (B, T), the first token that each token sees, a later one for padding; or null
   // The state before the first token and after the last one; null pointers without one.
   float *keys, *values;           // (B, h, s - 1, 1 or c), (B, h, s - 1, c): the last tokens
-  float *numerator, *denominator, *maximum;  // (B, h, c), (B, h, 1 or c) twice: far sums, divided by exp(maximum)
+  double *numerator, *denominator;  // (B, h, c), (B, h, 1 or c): far sums, divided by exp(maximum)
+  float* maximum;                   // (B, h, 1 or c)
 
   bool has_table() const { return bias_rows > 1; }  // whether w depends on the position of the query
   // Whether vectors of features may have several heads: narrow ones, with the same w for all queries.
@@ -349,7 +350,7 @@ class CausalColumn {
       for (int u = 0; u < rows; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
       if (any(emitted - emitted != 0.0f)) return false;
     }
-    later.numerator += own.numerator, later.denominator += own.denominator;
+    later.add({own.numerator, own.denominator, top});
     return true;
   }
 

@@ -193,7 +193,7 @@ class Backward {
         store(dkey_ + at, (hidden ? vf{} : key * (a[u] * value + b[u])) + (from_later ? load(dkey_ + at) : vf{}));
       }
     }
-    later.denominator += own.denominator, later.numerator += own.numerator;
+    later.add({own.numerator, own.denominator, later.n});
   }
 
   // The same, and the gradients of w, if queries have exponents of their own.

@@ -39,23 +39,21 @@ void for_tiles(int64_t count, const Use& use) {
   }
 }
 
-// A sum whose rounding error does not grow with the number of terms: blocks of terms are added by compensated summation
-// (Kahan, 1965).
+// A sum whose rounding error does not grow with the number of terms.
 class RunningSum {
  public:
   vf add(vf x) {
     block_ += x;
     const vf sum = total_ + block_;
     if (++count_ % BLOCK) return sum;
-    const vf term = block_ - lost_, next = total_ + term, lost = (next - total_) - term;
-    lost_ = lost == lost ? lost : vf{};  // infinite values stay infinite
-    total_ = next, block_ = vf{};
+    add_exactly(total_, error_, block_);
+    block_ = vf{};
     return sum;
   }
 
  private:
   static constexpr int BLOCK = 32;
-  vf total_ = {}, block_ = {}, lost_ = {};
+  vf total_ = {}, block_ = {}, error_ = {};
   int64_t count_ = 0;
 };
 

@@ -67,23 +67,35 @@ struct BandProblem {  // of band.cpp
   }
 };
 
-// Sums of exp(K + w) V and of exp(K + w), divided by 2^n.
+// Adds a term to a sum by compensated summation (Kahan, 1965): rounding errors do not grow with the number of terms.
+static inline void add_exactly(vf& sum, vf& error, vf x) {
+  const vf term = x + error, next = sum + term;
+  error = term - (next - sum);
+  error = error == error ? error : vf{};  // infinite values stay infinite
+  sum = next;
+}
+
+// Sums of exp(K + w) V and of exp(K + w), divided by 2^n. `add` keeps their rounding errors.
 struct Sums {
   vf numerator = vf{}, denominator = vf{}, n = splat(NEVER);
+  vf numerator_error = vf{}, denominator_error = vf{};
 
   void take_exponent(vf exponent) {
-    numerator = scaled(numerator, n - exponent);
-    denominator = scaled(denominator, n - exponent);
+    for (vf* x : {&numerator, &denominator, &numerator_error, &denominator_error}) *x = scaled(*x, n - exponent);
     n = exponent;
   }
   void add(Sums other) {
     const vf most = max(n, other.n);
     take_exponent(most), other.take_exponent(most);
-    numerator += other.numerator, denominator += other.denominator;
+    add_exactly(numerator, numerator_error, other.numerator);
+    add_exactly(denominator, denominator_error, other.denominator);
   }
   vf divided(vf x) const { return denominator == 0.0f ? vf{} : x / denominator; }
   vf average() const { return divided(numerator); }
-  void divide(Scaled growth) { numerator /= growth.m, denominator /= growth.m, n -= growth.n; }
+  void divide(Scaled growth) {
+    for (vf* x : {&numerator, &denominator, &numerator_error, &denominator_error}) *x /= growth.m;
+    n -= growth.n;
+  }
   void renormalize(vf size) { take_exponent(n + exponent_of(size)); }
 };
 

@@ -32,6 +32,7 @@ constexpr int TILE = 8;
 #endif
 
 typedef float vf __attribute__((vector_size(VL * 4)));
+typedef double vd __attribute__((vector_size(VL * 8)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 
@@ -146,6 +147,15 @@ static inline vf load(const S* p, int count) { return count == VL ? load(p) : lo
 
 template <class S>
 static inline void store(S* p, vf x, int count) { count == VL ? store(p, x) : store_part(p, x, count); }
+
+static inline vd load(const double* p, int count) {
+  vd x = {};
+  memcpy(&x, p, count * sizeof *p);
+  return x;
+}
+static inline void store(double* p, vd x, int count) { memcpy(p, &x, count * sizeof *p); }
+static inline vd widened(vf x) { return __builtin_convertvector(x, vd); }
+static inline vf narrowed(vd x) { return __builtin_convertvector(x, vf); }
 
 static inline void add(float* p, vf x) { store(p, load(p) + x); }
 
