@@ -558,6 +558,28 @@ def test_nan_in_one_row_does_not_reach_another(structure, backend):
     assert output[1, 20].isnan().any()
 
 
+# Without a "window alone": there the reference multiplies hidden values by 0.
+@structures([name for name in STRUCTURES if "window alone" not in name])
+@pytest.mark.parametrize("size", (math.nan, math.inf))
+@pytest.mark.parametrize("changed", ("key", "value"))
+def test_nan_and_infinity_are_not_turned_into_numbers(structure, size, changed, backend):
+    """Also not where a whole column of keys is NaN, as after a step of training that failed."""
+    mixer = build(structure, backend)
+    if backend.name == "portable" and mixer.causal:
+        pytest.skip("the portable form of causal problems turns infinite keys into numbers")
+    biases = mixer.biases(torch.empty(2, 35, WIDTH, device=backend.device), grid_of(mixer, 35))
+    for tokens in (20, slice(None)):
+        given = {"key": torch.randn(2, 35, mixer.k_proj.out_features), "value": torch.randn(2, 35, WIDTH)}
+        given[changed][1, tokens, 0] = size
+        key, value = (x.to(backend.device) for x in given.values())
+        problem = Mixing(key, value, mixer.num_heads, biases, mixer.causal)
+        with torch.no_grad():
+            found, expected = mix(problem, backend.name), reference_mixing(problem)
+        assert not expected[1].isfinite().all()
+        torch.testing.assert_close(found.isfinite(), expected.isfinite())
+        at_most(found.nan_to_num(0.0, 0.0, 0.0), expected.nan_to_num(0.0, 0.0, 0.0))
+
+
 # -------------------------------------------------------------------------------------------------------- whole mixers
 
 

@@ -34,9 +34,9 @@ class AFTLayerState(CacheLayerMixin):
 
     Attributes:
         keys, values: (B, h, W, k) and (B, h, W, c): the last real tokens of each row, right-aligned. Keys are -inf
-            where a row has fewer than W tokens. These and the sums are in float32, or float64 for float64 inputs.
+            where a row has fewer than W tokens. These and the maximum are in float32, or float64 for float64 inputs.
         numerator, denominator, maximum: the sums of Eq. 2 over the tokens before the window, divided by exp(maximum),
-            (B, h, 1, c) and twice (B, h, 1, k).
+            (B, h, 1, c) and twice (B, h, 1, k). The sums are in float64: rounding errors of many steps do not add up.
         padding: (B,), the number of padding tokens of each row.
         history: all keys (B, T, h k) in order, -inf for padding. None unless `output_attentions` is used.
         cumulative_length: the number of tokens of each row, padding included.
@@ -92,13 +92,14 @@ class AFTLayerState(CacheLayerMixin):
         batch, heads, _, key_width = key_states.shape
         shape, width = (batch, heads, self.window or 0), value_states.shape[-1]
         dtype, self.device = working_dtype(value_states), value_states.device
+        of_sums = dtype if self.device.type == "mps" else torch.float64  # which mps does not have
         compiling = torch.compiler.is_compiling()
         # Inference tensors could not be updated outside of inference mode.
         with nullcontext() if compiling else torch.inference_mode(False):
             self.keys = key_states.new_full((*shape, key_width), -torch.inf, dtype=dtype)
             self.values = value_states.new_zeros((*shape, width), dtype=dtype)
-            self.numerator = value_states.new_zeros((batch, heads, 1, width), dtype=dtype)
-            self.denominator = key_states.new_zeros((batch, heads, 1, key_width), dtype=dtype)
+            self.numerator = value_states.new_zeros((batch, heads, 1, width), dtype=of_sums)
+            self.denominator = key_states.new_zeros((batch, heads, 1, key_width), dtype=of_sums)
             self.maximum = key_states.new_full((batch, heads, 1, key_width), EMPTY, dtype=dtype)
             self.padding = torch.zeros(batch, dtype=torch.long, device=self.device)
             if self.is_compileable:

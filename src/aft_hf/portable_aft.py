@@ -293,16 +293,16 @@ def _exported_prefix_sums(sums: Averages, decay: torch.Tensor | None) -> Average
 
     def inclusive(sums: Averages, rate: torch.Tensor) -> Averages:
         places = torch.arange(sums.logsumexp.shape[-3], device=device)
-        distance = (places[:, None] - places)[None, None]
-        bias = (rate * -distance).to(sums.logsumexp.dtype).masked_fill(distance < 0, -math.inf)
+        lag = (places - places[:, None])[None, None]
+        bias = (rate * lag).to(sums.logsumexp.dtype).masked_fill(lag > 0, -math.inf)
         return _averages_by_logits(sums.logsumexp, sums.average, bias)
 
     padded = Averages(*pad_positions(*sums[::-1], padding, hidden=EMPTY)[::-1])
     inside = inclusive(padded.map(lambda x: x.unflatten(1, (-1, size))), rate)  # (L, n, C, N, c)
     totals = inside.map(lambda x: x[:, :, -1].unsqueeze(1))  # (L, 1, n, N, c)
     before = inclusive(totals, size * rate).delayed(1).map(lambda x: x.squeeze(1).unsqueeze(2))
-    steps = torch.arange(1, size + 1, device=device).view(-1, 1, 1)
-    return inside.merge(before.shifted(-rate.unsqueeze(1) * steps)).map(lambda x: unpadded(x, padding))
+    steps = torch.arange(-1, -size - 1, -1, device=device).view(-1, 1, 1)
+    return inside.merge(before.shifted(rate.unsqueeze(1) * steps)).map(lambda x: unpadded(x, padding))
 
 
 def hide(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -517,7 +517,8 @@ def causal_state(
         place = (tokens - begin).clamp_min(0)[:, None, :, None]
     # The tokens before the window enter as one, whose key is the logarithm of the sum of exp(K + w).
     far = Averages.of(numerator, denominator, maximum)
-    all_keys, all_values = torch.cat([far.logsumexp, keys, key], 2), torch.cat([far.average, values, new_values], 2)
+    far_value, far_key = far.map(lambda x: x.to(key.dtype))
+    all_keys, all_values = torch.cat([far_key, keys, key], 2), torch.cat([far_value, values, new_values], 2)
     past = 1 + window
     if length > PIECE_SIZE:
         longer = bias if bias is None or bias.shape[1] == 1 else nn.functional.pad(bias, (0, 0, 0, 0, past, 0))
@@ -538,41 +539,43 @@ def causal_state(
         average = sums.average.squeeze(3)
     if place is not None:
         average = average.take_along_dim(place, 2).masked_fill((first > tokens)[:, None, :, None], 0.0)
-    state = next_state(all_keys, all_values, window, count, slopes, hides_outside)
+    state = _next_state(far, all_keys[:, :, 1:], all_values[:, :, 1:], window, count, slopes, hides_outside)
     return finish(query, average, value.dtype), state
 
 
-def next_state(
+def _next_state(
+    far: Averages,
     keys: torch.Tensor,
     values: torch.Tensor,
     window: int,
     count: torch.Tensor | None,
-    slopes: torch.Tensor | None = None,
-    hides_outside: bool = False,
+    slopes: torch.Tensor | None,
+    hides_outside: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a state after new tokens, of which each row has `count`, (B,); None if all are real.
 
-    Keys (B, h, 1 + W + T, k) and values are those of the sums, of the window, and of the new tokens.
+    Keys (B, h, W + T, k) and values are those of the window and of the new tokens; `far` are the sums before them.
     """
-    places = torch.arange(keys.shape[2], device=keys.device)
-    length = keys.shape[2] - 1 - window
+    places, length = torch.arange(keys.shape[2], device=keys.device), keys.shape[2] - window
     if count is None:
-        last_keys, last_values = keys[:, :, 1 + length :], values[:, :, 1 + length :]
-        far_keys, far_values = keys[:, :, : 1 + length], values[:, :, : 1 + length]
-        distance = length - places[: 1 + length]
+        last_keys, last_values = keys[:, :, length:], values[:, :, length:]
+        keys, values, distance = keys[:, :, :length], values[:, :, :length], (length - 1 - places[:length])[None, None]
     else:
-        end = count[:, None, None, None]
-        index = (1 + end + torch.arange(window, device=keys.device)[:, None]).expand(-1, keys.shape[1], -1, -1)
+        end = count[:, None, None]
+        index = (end + places[:window]).unsqueeze(-1)
         last_keys, last_values = (x.take_along_dim(index, 2) for x in (keys, values))
-        distance = end.squeeze(-1) - places
-        far_keys, far_values = hide(keys, values, distance.unsqueeze(-1) < 0)
-    if slopes is not None:  # there is no window, so the last token is the last one of the sums
-        decay = slopes.to(keys.dtype).view(-1, 1) * distance.clamp_min(0)
-        far_keys = far_keys - decay.unsqueeze(-1)
-    if hides_outside:  # nothing leaves the window for the sums
-        far_keys, far_values = far_keys[:, :, :1], far_values[:, :, :1]
-    far = total(far_keys.unsqueeze(3), far_values.unsqueeze(3)).map(lambda x: x.squeeze(3))
-    return last_keys, last_values, far.average, torch.ones_like(far.logsumexp), far.logsumexp
+        distance = end - 1 - places  # (B, 1, W + T)
+        keys, values = hide(keys, values, (distance < 0).unsqueeze(-1))
+    if not hides_outside:  # tokens leave the window for the sums
+        if slopes is not None:  # there is no window, so the last token is the last one of the sums
+            slopes = slopes.to(keys.dtype).view(-1, 1)
+            keys = keys - (slopes * distance.clamp_min(0)).unsqueeze(-1)
+            far = far.shifted(-(slopes * (distance[..., :1] + 1)).unsqueeze(-1))
+        leaving = total(keys.unsqueeze(3), values.unsqueeze(3)).map(lambda x: x.squeeze(3).to(far.average.dtype))
+        far = far.merge(leaving)
+    maximum = far.logsumexp.to(keys.dtype)
+    denominator = (far.logsumexp - maximum).clamp(-1.0, 1.0).exp()  # that of an empty sum is not defined
+    return last_keys, last_values, far.average * denominator, denominator, maximum
 
 
 def window(biases: PositionBias, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

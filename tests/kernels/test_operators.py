@@ -107,11 +107,11 @@ def eq_2(problem: Problem) -> torch.Tensor:
     """Eq. 2 as printed, over all pairs."""
     query, key, value = problem[:3]
     w, width = problem.table(), value.shape[2]
-    logits = key.repeat_interleave(width // key.shape[2], 2)[:, None] + w.repeat_interleave(width // w.shape[3], 3)
-    nothing = (logits == -math.inf).all(2, keepdim=True)
-    weights = torch.softmax(logits.masked_fill(nothing, 0.0), 2).masked_fill(nothing, 0.0)
-    values = torch.where(weights == 0, 0.0, value[:, None])  # hidden values may be NaN
-    average = (weights * values).sum(2)
+    key, w = key.repeat_interleave(width // key.shape[2], 2)[:, None], w.repeat_interleave(width // w.shape[3], 3)
+    hidden = (key == -math.inf) | (w == -math.inf)  # whatever else is NaN
+    logits = torch.where(hidden, -math.inf, key + w).masked_fill(hidden.all(2, keepdim=True), 0.0)
+    weights = torch.where(hidden, 0.0, torch.softmax(logits, 2))
+    average = (weights * torch.where(hidden, 0.0, value[:, None])).sum(2)
     return average if query is None else torch.sigmoid(query) * average
 
 
@@ -391,6 +391,27 @@ def test_biases_of_minus_infinity_hide_tokens_from_some_queries(variant):
         torch.testing.assert_close(operator(problem)[:, :20], found["output"][:, :20])
 
 
+@each(TYPICAL)
+@pytest.mark.parametrize("argument", ("query", "key", "value", "bias"))
+def test_nan_and_infinity_reach_what_they_reach_in_eq_2_and_nothing_else(name, argument, variant):
+    problem = TYPICAL[name]()
+    changed = getattr(problem, argument)
+    if changed is None:
+        pytest.skip("the problem has no such argument")
+    if argument == "bias":
+        changed.flatten()[torch.tensor([3, -5])] = torch.tensor([math.nan, math.inf])
+    else:
+        problem.key[:, 7], problem.value[:, 7] = -math.inf, math.nan
+        changed[:, 20, 0], changed[:, -3, -1] = math.nan, -math.inf if argument == "value" else math.inf
+    weight = torch.linspace(0.2, 1, problem.value.numel()).view(problem.value.shape)
+    found = with_gradients(operator, problem, weight)
+    exact = with_gradients(eq_2, to(problem, torch.float64, 5), weight.double())
+    for result, y in exact.items():
+        number = y.isfinite()
+        assert torch.equal(found[result].isfinite(), number), result
+        torch.testing.assert_close(found[result][number], y[number].float(), rtol=1e-3, atol=1e-3)
+
+
 # ------------------------------------------------------------------------------------------- layouts, threads, errors
 
 
@@ -457,7 +478,7 @@ def test_arguments_that_do_not_match_are_errors(variant):
     with pytest.raises(ValueError, match="do not match"):
         OPS.causal_state(*of_causal._replace(bias=torch.randn(1, 20, 4, 4)), *state)  # of more heads than the state
     for i in range(5):
-        for change in (lambda x: x[..., :1, :0], lambda x: x.double(), lambda x: x.mT.contiguous().mT):
+        for change in (lambda x: x[..., :1, :0], lambda x: x.half(), lambda x: x.mT.contiguous().mT):
             changed = [change(x) if i == j else x for j, x in enumerate(state)]
             if not all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(changed, state)):
                 with pytest.raises(ValueError, match="do not match"):
@@ -488,9 +509,10 @@ def empty_state(problem: Causal, heads: int) -> list[torch.Tensor]:
     kept = 0 if problem.bias is None else problem.bias.shape[-1] - 1
     key_width = problem.key.shape[2] // heads
     keys = torch.full((batch, heads, kept, key_width), -math.inf)
-    values, sums = torch.zeros(batch, heads, kept, width // heads), torch.zeros(batch, heads, 1, width // heads)
-    shared = torch.zeros(batch, heads, 1, key_width)
-    return [keys, values, sums, shared, torch.full_like(shared, -1e30)]
+    values = torch.zeros(batch, heads, kept, width // heads)
+    numerator = torch.zeros(batch, heads, 1, width // heads, dtype=torch.float64)
+    denominator = torch.zeros(batch, heads, 1, key_width, dtype=torch.float64)
+    return [keys, values, numerator, denominator, torch.full(denominator.shape, -1e30)]
 
 
 def piece(problem: Causal, begin: int, end: int, *, per_row: bool = False) -> Causal:
@@ -520,6 +542,23 @@ def test_a_prompt_may_be_given_in_pieces(kind, hides_outside, heads, variant):
                 rounding = 2e-4 if dtype == FP32 else torch.finfo(dtype).eps
                 torch.testing.assert_close(found, expected[:, start : start + count], rtol=rounding, atol=2e-5)
                 start += count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("period", (1, 7))
+def test_steps_of_repeated_tokens_do_not_drift(kind, period, variant):
+    count = 50_000
+    problem = causal(kind, 1, period, 16, 2, 4, query=False)
+    problem = problem._replace(bias=None if problem.bias is None else problem.bias[:, :1].contiguous())
+    repeated = {name: getattr(problem, name).repeat(1, count // period, 1) for name in ("key", "value")}
+    # A last token that counts as much as all before it shows errors of their denominator, too.
+    repeated["key"] = torch.cat([repeated["key"], repeated["key"][:, -1:] + math.log(count)], 1)
+    repeated["value"] = torch.cat([repeated["value"], repeated["value"][:, -1:] + 3], 1)
+    expected = operator(problem._replace(**repeated))[:, -2:]
+    state, one = empty_state(problem, 2), OPS.causal_state.default
+    steps = [*zip(repeated["key"].split(1, 1), repeated["value"].split(1, 1))]
+    found = [one(None, *step, problem.bias, problem.slopes, None, False, *state) for step in steps][-2:]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,8 +30,9 @@ document, which follows the tokens that the state has seen:
 
     keys, values:  (B, h, s - 1, 1 or c) and (B, h, s - 1, c) float32: the last tokens; keys of -inf where there are
                    none.
-    numerator, denominator, maximum: (B, h, 1, c) and twice (B, h, 1, 1 or c) float32: the sums of Eq. 2 over all
-                   tokens before them, divided by exp(maximum).
+    numerator, denominator, maximum: (B, h, 1, c) and twice (B, h, 1, 1 or c): the sums of Eq. 2 over all tokens before
+                   them, divided by exp(maximum). The sums are float64, so that rounding errors of many steps do not
+                   add up; the maximum is float32.
 
 `grid` is for positions on a grid in raster order, T = rows * columns, of which every query sees all (AFT-conv, Eq. 6);
 a sequence is one row:
@@ -290,7 +291,8 @@ def _causal_fields(query, key, value, bias, slopes, first, hides_outside, *state
         of_sums, shared = (batch, heads, 1, features), (batch, heads, 1, per_head)
         last_keys, last_values = (batch, heads, size - 1, per_head), (batch, heads, size - 1, features)
         fits = [x.shape for x in state] == [last_keys, last_values, of_sums, shared, shared]
-        fits = fits and all(x.is_contiguous() and x.dtype == torch.float32 for x in state)
+        dtypes = [torch.float32, torch.float32, torch.float64, torch.float64, torch.float32]
+        fits = fits and all(x.is_contiguous() for x in state) and [x.dtype for x in state] == dtypes
     given = [x if x is None else x.contiguous() for x in (slopes, first)]
     return heads, fits, [size, rows, positions, hides_outside, *given, *(state or (None,) * 5)]
 

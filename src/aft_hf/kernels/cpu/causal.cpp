@@ -20,8 +20,10 @@ class Forward : public CausalColumn<S> {
     for (int64_t t = begin; t < end; t += this->chunk) {
       const int count = int(std::min<int64_t>(this->chunk, end - t));
       this->read(t, count, reach);
-      this->queries(t - begin, count, vf{},
-                    [&](int i, const Sums& sums) { this->write(p.output, t + i, gated(t + i, sums.average())); });
+      this->queries(t - begin, count, vf{}, [&](int i, const Sums& sums) {
+        this->write(p.output, t + i, gated(t + i, sums.average()));
+        return vf{};
+      });
       this->advance(count);
     }
     if (has_state_ && !p.hides_outside) write_sums();
@@ -44,32 +46,36 @@ class Forward : public CausalColumn<S> {
     if (p.hides_outside) return;
     // exp(maximum) = m 2^n, as seen from the first new token
     const Scaled scale = split_exp(get(before_.maximum, 1, 0, key_features_)), step = this->growth(1);
-    const vf denominator = get(before_.denominator, 1, 0, key_features_);
-    far.n = denominator == 0.0f ? splat(NEVER) : scale.n - step.n;
-    far.denominator = denominator * scale.m / step.m;
-    far.numerator = get(p.numerator, 1, 0, features_) * scale.m / step.m;
+    const vd factor = widened(scale.m) / widened(step.m);
+    const vd denominator = get(before_.denominator, 1, 0, key_features_) * factor;
+    const vd numerator = get(p.numerator, 1, 0, features_) * factor;
+    far.denominator = narrowed(denominator), far.numerator = narrowed(numerator);
+    far.denominator_error = narrowed(denominator - widened(far.denominator));
+    far.numerator_error = narrowed(numerator - widened(far.numerator));
+    far.n = far.denominator == 0.0f ? splat(NEVER) : scale.n - step.n;
   }
 
   void write_sums() {
     const Scaled step = this->growth(1);
     const vf n = far.n + step.n, maximum = far.denominator == 0.0f ? splat(NEVER) : n * LN_2_HIGH + n * LN_2_LOW;
     const Scaled rounded = split_exp(maximum);  // the sums make up for the rounding
-    const vf factor = scaled(step.m / rounded.m, n - rounded.n);
+    const vd factor = widened(scaled(step.m, n - rounded.n)) / widened(rounded.m);
+    const vd numerator = (widened(far.numerator) + widened(far.numerator_error)) * factor;
+    const vd denominator = (widened(far.denominator) + widened(far.denominator_error)) * factor;
     for (int lane = 0; lane < at.count; ++lane) {
-      p.numerator[place(lane, 1, 0, features_)] = (far.numerator * factor)[lane];
+      p.numerator[place(lane, 1, 0, features_)] = numerator[lane];
       if (key_features_ == 1 && at.first + lane != head(lane) * features_) continue;  // the first one writes for all
       const int64_t shared = place(lane, 1, 0, key_features_);
-      p.denominator[shared] = (far.denominator * factor)[lane], p.maximum[shared] = maximum[lane];
+      p.denominator[shared] = denominator[lane], p.maximum[shared] = maximum[lane];
     }
   }
 
   // Entry i of a tensor of shape (B, h, count, c) or (B, h, count, 1).
-  vf get(const float* x, int64_t count, int64_t i, int64_t features) const {
-    if (at.one_head && features == features_) return load(x + place(0, count, i, features), at.count);
-    vf y = splat(x[place(0, count, i, features)]);
-    if (!at.one_head)
-      for (int lane = 0; lane < at.count; ++lane) y[lane] = x[place(lane, count, i, features)];
-    return y;
+  template <class T>
+  auto get(const T* x, int64_t count, int64_t i, int64_t features) const {
+    T lanes[VL] = {};
+    for (int lane = 0; lane < at.count; ++lane) lanes[lane] = x[place(lane, count, i, features)];
+    return load(lanes, VL);
   }
 
   int64_t place(int lane, int64_t count, int64_t i, int64_t features) const {
@@ -90,10 +96,12 @@ void forward(const CausalProblem& p) {
   const Weights weights(p);
   const std::vector<Column> columns = columns_of(p);
   CausalProblem before = p;
-  std::vector<std::vector<float>> copies;
+  std::vector<double> denominators;
+  std::vector<float> maxima;
   if (p.numerator && p.key_per_head()) {  // the columns of a head read them, and one writes them
-    before.denominator = copies.emplace_back(p.denominator, p.denominator + p.batch * p.heads).data();
-    before.maximum = copies.emplace_back(p.maximum, p.maximum + p.batch * p.heads).data();
+    denominators.assign(p.denominator, p.denominator + p.batch * p.heads);
+    maxima.assign(p.maximum, p.maximum + p.batch * p.heads);
+    before.denominator = denominators.data(), before.maximum = maxima.data();
   }
   const int64_t count = columns.size();
   parallel_for(p.batch * count, p.numbers(), [&](int64_t begin, int64_t end) {

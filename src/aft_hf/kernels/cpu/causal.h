@@ -30,7 +30,8 @@ struct CausalProblem : Problem {
   const int64_t* first;           // (B, T), the first token that each token sees, a later one for padding; or null
   // The state before the first token and after the last one; null pointers without one.
   float *keys, *values;           // (B, h, s - 1, 1 or c), (B, h, s - 1, c): the last tokens
-  float *numerator, *denominator, *maximum;  // (B, h, c), (B, h, 1 or c) twice: far sums, divided by exp(maximum)
+  double *numerator, *denominator;  // (B, h, c), (B, h, 1 or c): far sums, divided by exp(maximum)
+  float* maximum;                   // (B, h, 1 or c)
 
   bool has_table() const { return bias_rows > 1; }  // whether w depends on the position of the query
   // Whether vectors of features may have several heads: narrow ones, with the same w for all queries.
@@ -214,8 +215,9 @@ class CausalColumn {
   // ------------------------------------------------------------------------------------------------------------- sums
 
   // Calls emit(i, sums) for the queries of a chunk, whose first one has a position in its document, and sets the far
-  // sums to those of the next chunk. Values count from `center`. Returns whether the fast way was exact: all sums are
-  // then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and `emit` is called again.
+  // sums to those of the next chunk. Values count from `center`. Returns whether the fast way was exact, and what `emit`
+  // returned was finite: all sums are then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and
+  // `emit` is called again.
   template <class Emit>
   bool queries(int64_t position, int count, vf center, const Emit& emit) {
     position_ = position, split_ = nullptr;  // columns of a group share the memory
@@ -273,9 +275,9 @@ class CausalColumn {
 
   // exp(K + w) of entry i + j for query i.
   Scaled careful_weight(int i, int j) const {
-    const vf w_m = weights_.vectors ? load(w_m_ + j * VL) : splat(w_m_[j]);
-    const vf w_n = weights_.vectors ? load(w_n_ + j * VL) : splat(w_n_[j]);
-    return {load(m + (i + j) * VL) * w_m, load(n + (i + j) * VL) + w_n};
+    const Scaled key = {load(m + (i + j) * VL), load(n + (i + j) * VL)};
+    return key * (weights_.vectors ? Scaled{load(w_m_ + j * VL), load(w_n_ + j * VL)}
+                                   : Scaled{splat(w_m_[j]), splat(w_n_[j])});
   }
 
   // Adds the entries begin .. end - 1 to the far sums.
@@ -344,9 +346,11 @@ class CausalColumn {
       vf smallest = denominator[0], sum = numerator[0];
       for (int u = 1; u < rows; ++u) smallest = min(smallest, denominator[u]), sum += numerator[u];
       if (any((smallest < SMALLEST) | (sum * 0.0f != 0.0f))) return false;
-      for (int u = 0; u < rows; ++u) emit(i + u, Sums{numerator[u], denominator[u], top});
+      vf emitted = {};
+      for (int u = 0; u < rows; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
+      if (any(emitted - emitted != 0.0f)) return false;
     }
-    later.numerator += own.numerator, later.denominator += own.denominator;
+    later.add({own.numerator, own.denominator, top});
     return true;
   }
 

@@ -106,8 +106,8 @@ class Backward {
 
     // The sums over later queries count from the center and the start of the chunk after this one.
     Sums& later = column.later;
-    const vf first_value = load(sums.v + reach_ * VL);
-    const vf center = sums.far.denominator == 0.0f ? first_value : sums.far.average();
+    vf center = sums.far.denominator == 0.0f ? load(sums.v + reach_ * VL) : sums.far.average();
+    center = center - center == 0.0f ? center : vf{};
     later.numerator += later.denominator * (center - column.center);
     column.center = center;
     sums.far.numerator -= center * sums.far.denominator;
@@ -118,6 +118,7 @@ class Backward {
       const vf average = of_query.average(), offset = of_query.denominator == 0.0f ? vf{} : center;
       const vf a = of_query.divided(gradient_of_average(column, t + i, average + offset));
       store(column.a + i * VL, a), store(column.b + i * VL, -a * average), store(n_ + i * VL, of_query.n);
+      return a - a * average;
     });
 
     memcpy(dkey_ + count * VL, column.key_carry, reach_ * VL * sizeof(float));
@@ -131,7 +132,9 @@ class Backward {
       gradients_of_keys<false>(column, count);
     memcpy(column.key_carry, dkey_, reach_ * VL * sizeof(float));
     memcpy(column.value_carry, dvalue_, reach_ * VL * sizeof(float));
-    later.renormalize(max(max(later.numerator, -later.numerator), max(later.denominator, -later.denominator)));
+    const vf b = max(later.numerator, -later.numerator), a = max(later.denominator, -later.denominator);
+    const vf size = b - b == 0.0f ? max(a, b) : a;  // b is infinite for infinite values, and both may be NaN
+    later.renormalize(size - size == 0.0f ? size : splat(1.0f));
     for (int i = 0; i < count; ++i)
       write(column, t + i, load(dkey_ + (reach_ + i) * VL), load(dvalue_ + (reach_ + i) * VL));
   }
@@ -185,11 +188,12 @@ class Backward {
         const int64_t at = (entry + u) * VL;
         const vf key = load(sums.e + at), value = load(sums.v + at) - column.center;
         const vi from_later = splat(float(entry + u)) >= float(count);  // later chunks have added to these entries
-        store(dvalue_ + at, key * a[u] + (from_later ? load(dvalue_ + at) : vf{}));
-        store(dkey_ + at, key * (a[u] * value + b[u]) + (from_later ? load(dkey_ + at) : vf{}));
+        const vi hidden = key == 0.0f;  // from queries with NaN, too
+        store(dvalue_ + at, (hidden ? vf{} : key * a[u]) + (from_later ? load(dvalue_ + at) : vf{}));
+        store(dkey_ + at, (hidden ? vf{} : key * (a[u] * value + b[u])) + (from_later ? load(dkey_ + at) : vf{}));
       }
     }
-    later.denominator += own.denominator, later.numerator += own.numerator;
+    later.add({own.numerator, own.denominator, later.n});
   }
 
   // The same, and the gradients of w, if queries have exponents of their own.
@@ -203,8 +207,10 @@ class Backward {
       for (int j = 0; j < window_; ++j) {
         const int64_t at = (i + j) * VL;
         const Scaled key = sums.careful_weight(i, j);
-        const vf weight = scaled(key.m, key.n - n), of_logit = weight * (a * (load(sums.v + at) - column.center) + b);
-        add(dvalue_ + at, weight * a);
+        const vi hidden = key.m == 0.0f;
+        const vf weight = scaled(key.m, key.n - n);
+        const vf of_logit = hidden ? vf{} : weight * (a * (load(sums.v + at) - column.center) + b);
+        add(dvalue_ + at, hidden ? vf{} : weight * a);
         add(dkey_ + at, of_logit);
         add(products_ + j * VL, of_logit);
       }
@@ -215,7 +221,8 @@ class Backward {
     for (int i = count - 1; i >= 0 && !p.hides_outside; --i) {
       const int64_t at = i * VL;
       const vf key = load(sums.m + at), n = load(sums.n + at) + later.n;
-      const vf a = scaled(key * later.denominator, n), b = scaled(key * later.numerator, n);
+      const vf a = key == 0.0f ? vf{} : scaled(key * later.denominator, n);
+      const vf b = key == 0.0f ? vf{} : scaled(key * later.numerator, n);
       add(dvalue_ + at, a);
       add(dkey_ + at, a * (load(sums.v + at) - column.center) + b);
       const vf a_of_query = load(column.a + at), b_of_query = load(column.b + at);
@@ -276,15 +283,16 @@ class Backward {
     if (weights_.vectors) {
       for (int lane = 0; lane < sums.at.count; ++lane) {
         float* gradient = bias_gradient_ + p.bias_row(row_, sums.head(lane), position) * window_;
-        for (int j = lane; j < window_ * VL; j += VL) gradient[j / VL] += vectors[j] * (weighted ? weights[j] : 1.0f);
+        for (int j = lane; j < window_ * VL; j += VL)  // biases of pairs that there are not may be NaN
+          gradient[j / VL] += vectors[j] == 0.0f ? 0.0f : vectors[j] * (weighted ? weights[j] : 1.0f);
       }
       return;
     }
     float* gradient = bias_gradient_ + p.bias_row(row_, sums.at.head, position) * window_;
     for (int j = 0; j < window_; j += VL) {
       const int count = std::min(VL, window_ - j);
-      const vf sum = sums_of_rows(vectors + j * VL) * (weighted ? load(weights + j, count) : splat(1.0f));
-      store(gradient + j, load(gradient + j, count) + sum, count);
+      const vf sum = sums_of_rows(vectors + j * VL), weight = weighted ? load(weights + j, count) : splat(1.0f);
+      store(gradient + j, load(gradient + j, count) + (sum == 0.0f ? sum : sum * weight), count);
     }
   }
 

@@ -39,23 +39,21 @@ void for_tiles(int64_t count, const Use& use) {
   }
 }
 
-// A sum whose rounding error does not grow with the number of terms: blocks of terms are added by compensated summation
-// (Kahan, 1965).
+// A sum whose rounding error does not grow with the number of terms.
 class RunningSum {
  public:
   vf add(vf x) {
     block_ += x;
     const vf sum = total_ + block_;
     if (++count_ % BLOCK) return sum;
-    const vf term = block_ - lost_, next = total_ + term, lost = (next - total_) - term;
-    lost_ = lost == lost ? lost : vf{};  // infinite values stay infinite
-    total_ = next, block_ = vf{};
+    add_exactly(total_, error_, block_);
+    block_ = vf{};
     return sum;
   }
 
  private:
   static constexpr int BLOCK = 32;
-  vf total_ = {}, block_ = {}, lost_ = {};
+  vf total_ = {}, block_ = {}, error_ = {};
   int64_t count_ = 0;
 };
 
@@ -119,7 +117,7 @@ class Task {
       convolve(ev_, weights_, features.of_keys(group.outside), numerators_);
       for (int64_t query = 0; query < p.length; ++query) {
         vf numerator = numerators_[query], denominator = features.of_keys(denominators_[query]);
-        if (any(denominator < SMALLEST)) numerator = all_sums(query).average(), denominator = splat(1.0f);
+        if (any(are_lost(numerator, denominator))) numerator = all_sums(query).average(), denominator = splat(1.0f);
         if (p.query.data) denominator *= 1.0f + exp(min(splat(60.0f), -read(p.query, query)));  // 1 / sigmoid(q)
         write(p.output, query, numerator / denominator);
       }
@@ -138,32 +136,30 @@ class Task {
       convolve(ev_, weights_, features.of_keys(group.outside), numerators_);
       std::fill(dvalue_.begin(), dvalue_.end(), vf{});
       for (int64_t query = 0; query < p.length; ++query) {
-        const vf denominator = features.of_keys(denominators_[query]);
-        vf a = {};
-        if (any(denominator < SMALLEST)) {
-          add_careful_gradients(query);
-        } else {
-          const vf average = numerators_[query] / denominator;
-          a = gradient_of_average(query, average + center_) / denominator;
+        const vf denominator = features.of_keys(denominators_[query]), average = numerators_[query] / denominator;
+        vf a = gradient_of_average(query, average + center_) / denominator;
+        if (any(are_lost(numerators_[query], denominator) | (a - a != 0.0f)))
+          add_careful_gradients(query), a = vf{};
+        else
           add_to_keys(b_[at(query)], -a * average);
-        }
         a_[at(query)] = a;
       }
       if (dkernel_) add_gradients_of_taps(a_, ev_, weights_, dkernel_);
       std::reverse(weights_.begin(), weights_.end());
       convolve(a_, weights_, features.of_keys(group.outside), numerators_);
       for (int64_t key = 0; key < p.length; ++key) {
-        const vf of_value = features.of_keys(e_[at(key)]) * numerators_[key];
+        const vf e = features.of_keys(e_[at(key)]), of_value = e == 0.0f ? vf{} : e * numerators_[key];
         write(p.value_gradient, key, dvalue_[key] + of_value);
-        add_to_keys(dkey_[key], of_value * (v_[key] - center_));
+        add_to_keys(dkey_[key], e == 0.0f ? vf{} : of_value * (v_[key] - center_));
       }
     }
     if (dkernel) add_gradients_of_taps(b_, e_, group.weights, dkernel);
     weights_.assign(group.weights.rbegin(), group.weights.rend());
     convolve(b_, weights_, group.outside, numerators_);
-    for (int64_t key = 0; key < p.length; ++key)
-      store((S*)p.key_gradient + (batch_ * p.length + key) * p.key_width + group.first,
-            dkey_[key] + e_[at(key)] * numerators_[key], group.count);
+    for (int64_t key = 0; key < p.length; ++key) {
+      const vf e = e_[at(key)], of_key = dkey_[key] + (e == 0.0f ? vf{} : e * numerators_[key]);
+      store((S*)p.key_gradient + (batch_ * p.length + key) * p.key_width + group.first, of_key, group.count);
+    }
   }
 
  private:
@@ -187,8 +183,8 @@ class Task {
     }
     for (int64_t i = 0; i < p.length; ++i) e_[at(i)] = scaled(m_[i], n_[i] - top);
     convolve(e_, group.weights, group.outside, denominators_);
-    const vi empty = top <= NEVER;  // all keys are hidden: results are 0
-    for (int64_t i = 0; i < p.length && any(empty); ++i) denominators_[i] = empty ? splat(1.0f) : denominators_[i];
+    const vi empty = top <= NEVER;  // results are 0 if all keys are hidden
+    for (vf& sum : denominators_) sum = empty & (sum == 0.0f) ? splat(1.0f) : sum;
   }
 
   void read_values(const Features& features) {
@@ -280,9 +276,9 @@ class Task {
       for (int64_t j = first(-column); j < last(p.columns - column, p.kernel_columns); ++j) {
         const bool near = inside(i, p.kernel_rows) && inside(j, p.kernel_columns);
         const int64_t key = (row + i) * p.columns + column + j, tap = near ? i * p.kernel_columns + j : -1;
-        vf m = m_[key], n = n_[key];
-        if (near) m *= group_->m[tap], n += group_->n[tap];
-        visit(Scaled{features_->of_keys(m), features_->of_keys(n)}, v_[key] - center_, key, tap);
+        Scaled e = {m_[key], n_[key]};
+        if (near) e = e * Scaled{group_->m[tap], group_->n[tap]};
+        visit(Scaled{features_->of_keys(e.m), features_->of_keys(e.n)}, v_[key] - center_, key, tap);
       }
   }
 
@@ -295,8 +291,9 @@ class Task {
     const vf average = sums.average(), offset = sums.denominator == 0.0f ? vf{} : center_;
     const vf a = sums.divided(gradient_of_average(query, average + offset));
     each_key(query, [&](Scaled e, vf value, int64_t key, int64_t tap) {
-      const vf weight = scaled(e.m, e.n - sums.n), of_logit = weight * a * (value - average);
-      dvalue_[key] += weight * a;
+      const vf of_value = e.m == 0.0f ? vf{} : scaled(e.m, e.n - sums.n) * a;
+      const vf of_logit = e.m == 0.0f ? vf{} : of_value * (value - average);
+      dvalue_[key] += of_value;
       add_to_keys(dkey_[key], of_logit);
       if (tap >= 0 && dkernel_) dkernel_[tap] += of_logit;
     });

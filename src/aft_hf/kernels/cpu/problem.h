@@ -67,27 +67,45 @@ struct BandProblem {  // of band.cpp
   }
 };
 
-// Sums of exp(K + w) V and of exp(K + w), divided by 2^n.
+// Adds a term to a sum by compensated summation (Kahan, 1965): rounding errors do not grow with the number of terms.
+static inline void add_exactly(vf& sum, vf& error, vf x) {
+  const vf term = x + error, next = sum + term;
+  error = term - (next - sum);
+  error = error == error ? error : vf{};  // infinite values stay infinite
+  sum = next;
+}
+
+// Sums of exp(K + w) V and of exp(K + w), divided by 2^n. `add` keeps their rounding errors.
 struct Sums {
   vf numerator = vf{}, denominator = vf{}, n = splat(NEVER);
+  vf numerator_error = vf{}, denominator_error = vf{};
 
   void take_exponent(vf exponent) {
-    numerator = scaled(numerator, n - exponent);
-    denominator = scaled(denominator, n - exponent);
+    for (vf* x : {&numerator, &denominator, &numerator_error, &denominator_error}) *x = scaled(*x, n - exponent);
     n = exponent;
   }
   void add(Sums other) {
     const vf most = max(n, other.n);
     take_exponent(most), other.take_exponent(most);
-    numerator += other.numerator, denominator += other.denominator;
+    add_exactly(numerator, numerator_error, other.numerator);
+    add_exactly(denominator, denominator_error, other.denominator);
   }
   vf divided(vf x) const { return denominator == 0.0f ? vf{} : x / denominator; }
   vf average() const { return divided(numerator); }
-  void divide(Scaled growth) { numerator /= growth.m, denominator /= growth.m, n -= growth.n; }
+  void divide(Scaled growth) {
+    for (vf* x : {&numerator, &denominator, &numerator_error, &denominator_error}) *x /= growth.m;
+    n -= growth.n;
+  }
   void renormalize(vf size) { take_exponent(n + exponent_of(size)); }
 };
 
-// Adds what `each_key` visits, as visit(exp(K + w), V, ...), to sums, with an exponent of their own.
+// Whether sums are not exact or not finite, so that they have to be computed again.
+static inline vi are_lost(vf numerator, vf denominator) {
+  return ~((denominator >= SMALLEST) & (numerator - numerator == 0.0f));
+}
+
+// Adds what `each_key` visits, as visit(exp(K + w), V, ...), to sums, with an exponent of their own. Hidden values may be
+// NaN.
 template <class EachKey>
 Sums careful_sums(Sums sums, const EachKey& each_key) {
   vf most = sums.n;
@@ -95,7 +113,7 @@ Sums careful_sums(Sums sums, const EachKey& each_key) {
   sums.take_exponent(most);
   each_key([&](Scaled e, vf value, auto...) {
     const vf weight = scaled(e.m, e.n - most);
-    sums.numerator += weight * value;
+    sums.numerator += e.m == 0.0f ? vf{} : weight * value;
     sums.denominator += weight;
   });
   return sums;

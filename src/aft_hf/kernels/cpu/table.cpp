@@ -233,7 +233,8 @@ class Task {
           const Average sums = average(t - first, f);
           const int64_t place = (t - first) * wide_ + f;
           vf a = {}, y = {};
-          if (sums.lost) {
+          const vf query = p.query.data ? load(&query_[place]) : vf{}, gradient = load(&gradient_[place]);
+          if (sums.lost || any((query - query != 0.0f) | (gradient - gradient != 0.0f))) {
             add_careful_gradients(t, f, place);
           } else {
             y = sums.numerator / sums.denominator;
@@ -365,7 +366,7 @@ class Task {
         if (PAIRS) e = (vf)(((vu)e + 0x8000) & 0xffff0000);  // bfloat16: both sums have the same weights
         const vf v = load(&v_[t * wide_ + f]) - load(&center_[f]);
         store(&x_[t * stride_ + wide_ + f], e);
-        store(&x_[t * stride_ + f], e == 0.0f ? vf{} : e * v);  // hidden values may be NaN
+        store(&x_[t * stride_ + f], load(&m_[t * wide_ + f]) == 0.0f ? vf{} : e * v);  // hidden values may be NaN
       }
     if (PAIRS) interleave_rows(x_.data(), from, end, (Pair*)pairs_.data());
     ready_ = end;
@@ -407,10 +408,10 @@ class Task {
   Average average(int64_t query, int64_t f) const {
     const float* sums = &sums_[query * stride_];
     const vf numerator = load(sums + f), denominator = load(sums + wide_ + f);
-    const vi wrong = ~((denominator >= SMALLEST) & (numerator - numerator == 0.0f));
-    if (!any(wrong)) return {numerator, denominator, false};
-    const vi empty = load(&top_[f]) <= NEVER;  // 0 is right where all keys are hidden
-    return {empty ? vf{} : numerator, empty ? splat(INFINITY) : denominator, any(wrong & ~empty)};
+    const vi lost = are_lost(numerator, denominator);
+    if (!any(lost)) return {numerator, denominator, false};
+    const vi empty = (load(&top_[f]) <= NEVER) & (denominator == 0.0f);  // 0 is right where all keys are hidden
+    return {numerator, empty ? splat(INFINITY) : denominator, any(lost & ~empty)};
   }
 
   // ------------------------------------------------------------------------------------------------- lost queries
@@ -419,9 +420,8 @@ class Task {
   template <class Visit>
   void each_key(int64_t t, int64_t f, const Visit& visit) const {
     for (int64_t j = 0; j < p.seen(t); ++j) {
-      const vf m = load(&m_[j * wide_ + f]), v = load(&v_[j * wide_ + f]) - load(&center_[f]);
-      if (w_m_[j] != 0.0f)  // otherwise it is hidden from this query, and may be NaN
-        visit(Scaled{m * w_m_[j], load(&n_[j * wide_ + f]) + w_n_[j]}, m == 0.0f ? vf{} : v, j);
+      const Scaled e = {load(&m_[j * wide_ + f]), load(&n_[j * wide_ + f])};
+      visit(e * Scaled{splat(w_m_[j]), splat(w_n_[j])}, load(&v_[j * wide_ + f]) - load(&center_[f]), j);
     }
   }
 
@@ -442,7 +442,8 @@ class Task {
     const vf a = sums.divided(gradient_of_average(place, y + offset));
     of_lost_.resize(of_weights_.size());
     each_key(t, f, [&](Scaled e, vf v, int64_t j) {
-      const vf from_value = scaled(e.m, e.n - sums.n) * a, from_key = from_value * (v - y);
+      const vf from_value = e.m == 0.0f ? vf{} : scaled(e.m, e.n - sums.n) * a;
+      const vf from_key = e.m == 0.0f ? vf{} : from_value * (v - y);
       add(&of_v_[j * wide_ + f], from_value), add(&of_key_[j * wide_ + f], from_key);
       if (p.bias_gradient) of_lost_[t * row_ + j] += sum_of(from_key);
     });
@@ -488,9 +489,10 @@ class Task {
       float* of_x = &of_x_[t * stride_];
       const float* x = &x_[t * stride_];
       for (int64_t f = 0; f < wide_; f += VL) {
-        const vf e = load(x + wide_ + f), of_product = load(of_x + f), of_e = e * load(of_x + wide_ + f);
-        add(&of_v_[t * wide_ + f], e == 0.0f ? vf{} : e * of_product);
-        add(&of_key_[t * wide_ + f], e == 0.0f ? vf{} : load(x + f) * of_product + of_e);
+        const vf e = load(x + wide_ + f), ev = load(x + f), of_product = load(of_x + f);
+        const vi used = (e > 0.0f) & (ev - ev == 0.0f);  // by queries that are not lost
+        add(&of_v_[t * wide_ + f], used ? e * of_product : vf{});
+        add(&of_key_[t * wide_ + f], used ? ev * of_product + e * load(of_x + wide_ + f) : vf{});
       }
       std::fill(of_x, of_x + stride_, 0.0f);
     }

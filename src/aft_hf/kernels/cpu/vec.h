@@ -32,6 +32,7 @@ constexpr int TILE = 8;
 #endif
 
 typedef float vf __attribute__((vector_size(VL * 4)));
+typedef double vd __attribute__((vector_size(VL * 8)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 
@@ -147,6 +148,15 @@ static inline vf load(const S* p, int count) { return count == VL ? load(p) : lo
 template <class S>
 static inline void store(S* p, vf x, int count) { count == VL ? store(p, x) : store_part(p, x, count); }
 
+static inline vd load(const double* p, int count) {
+  vd x = {};
+  memcpy(&x, p, count * sizeof *p);
+  return x;
+}
+static inline void store(double* p, vd x, int count) { memcpy(p, &x, count * sizeof *p); }
+static inline vd widened(vf x) { return __builtin_convertvector(x, vd); }
+static inline vf narrowed(vd x) { return __builtin_convertvector(x, vf); }
+
 static inline void add(float* p, vf x) { store(p, load(p) + x); }
 
 static inline float to_float(float x) { return x; }
@@ -220,14 +230,18 @@ struct Scaled {
 constexpr float NEVER = -1e30f;  // the exponent n of 0
 constexpr float LARGEST = 1e7f;  // larger arguments of exponentials are clamped, so that their exponents are integers
 
-// exp(x) as m 2^n, which neither overflows nor underflows; NaN has the exponent NEVER, so it changes no maximum.
+// exp(x) as m 2^n, which neither overflows nor underflows. m is 0 for -inf, which hides a key, and NaN for inf and NaN;
+// their exponent NEVER changes no maximum.
 static inline Scaled split_exp(vf x) {
-  vi hidden = x < -1e30f;  // exp(-inf) = 0
+  const vi hidden = x < -1e30f, unknown = x - x != 0.0f;
   x = max(splat(-LARGEST), min(splat(LARGEST), x));
-  vf n = rounded(x * LOG2_E);
-  vf m = exp_near_0((x - n * LN_2_HIGH) - n * LN_2_LOW);
-  n = hidden | (x != x) ? splat(NEVER) : n;
-  return {hidden ? vf{} : m, n};
+  const vf n = rounded(x * LOG2_E), m = exp_near_0((x - n * LN_2_HIGH) - n * LN_2_LOW);
+  return {hidden ? vf{} : unknown ? splat(NAN) : m, hidden | unknown ? splat(NEVER) : n};
+}
+
+// The product; 0 if one of them hides a key, whatever the other one is.
+static inline Scaled operator*(Scaled x, Scaled y) {
+  return {(x.m == 0.0f) | (y.m == 0.0f) ? vf{} : x.m * y.m, x.n + y.n};
 }
 
 // exp(x) for x <= 88.

@@ -363,7 +363,7 @@ def prefill(
     key, value = (torch.cat([join_heads(x).to(y), y], 1) for x, y in ((keys, key), (values, value)))
     query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
     flat = (x.expand_as(numerator).reshape(value.shape[0], -1) for x in (maximum, numerator, denominator))
-    shift, sum_of_values, sum_of_weights = (x.contiguous() for x in flat)
+    shift, sum_of_values, sum_of_weights = (x.float().contiguous() for x in flat)
     inputs = _by_rows(inputs._replace(query=query, key=key, value=value))
     output, _, sums = forward(inputs, geometry, keep=False, initial=(shift, sum_of_values, sum_of_weights))
     with torch.cuda.device_of(value):
