@@ -154,7 +154,7 @@ def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, *, ma
         bias: (..., T, T'), with entries of -inf if `masked`.
         masked: whether biases hide positions from some queries.
     """
-    bias = bias.to(key.dtype)
+    bias = bias if bias.dtype == key.dtype else bias.to(key.dtype)
     if bias.shape[-2] == 1 and not masked:  # one maximum over K + w is exact for biases of any span
         return total(key + bias.mT.unsqueeze(-1), value)
     if masked:
@@ -190,8 +190,9 @@ def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, *, ma
 
 def _averages_by_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> Averages:
     """`block_sums` from the logits of all pairs, some queries at a time: O(T T' N k) exponentials."""
-    unknown = ~(value.isfinite() & (key < math.inf)).all(-1, keepdim=True)
-    key, value = key.masked_fill(unknown, -math.inf), value.masked_fill(unknown, 0.0)
+    nan = key.isnan()
+    unknown = (nan | ~value.isfinite()) & (key != -math.inf)  # (..., T', N, c)
+    key, value = key.masked_fill(nan, -math.inf), value.masked_fill(unknown, 0.0)
 
     def some_queries(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> Averages:
         logits = key.unsqueeze(-4) + bias[..., None, None]  # (..., t, T', N, k)
@@ -210,8 +211,8 @@ def _averages_by_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tens
         # The logits of all queries take T x T' x d numbers.
         parts = [recomputed(some_queries, key, value, rows) for rows in bias.split(at_once, -2)]
         averages = Averages(*(torch.cat(x, -3) for x in zip(*parts)))
-    sees = ((bias > -math.inf).to(bias.dtype) @ unknown.squeeze(-1).to(bias.dtype)).unsqueeze(-1) > 0  # (..., T, N, 1)
-    return averages._replace(average=averages.average.masked_fill(sees, math.nan))
+    sees = (bias > -math.inf).to(bias.dtype) @ unknown.flatten(-2).to(bias.dtype) > 0
+    return averages._replace(average=averages.average.masked_fill(sees.unflatten(-1, unknown.shape[-2:]), math.nan))
 
 
 def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> Averages:

@@ -80,7 +80,7 @@ def test_files_of_an_earlier_build_do_not_reach_the_wheel(tmp_path):
 @pytest.mark.parametrize("asked", ("none", "avx9"))
 def test_a_variable_switches_the_kernels_off(asked):
     code = (
-        "import torch, aft_hf; from aft_hf.mixing_aft import has_operator; assert not has_operator('causal', 'cpu');"
+        "import torch, aft_hf; from aft_hf.mixing_aft import provides; assert not provides('causal', 'cpu');"
         "aft_hf.AFTSimple(8, causal=True)(torch.randn(1, 9, 8)).sum().backward()"
     )
     result = subprocess.run(
