@@ -349,6 +349,9 @@ WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process
     "no class token and no attention_mask, got an attention_mask": lambda group: within(
         group, image()[0].aft, pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
     ),
+    "give mask == 0": lambda group: within(
+        group, build_model("conv"), TOKENS, attention_mask=torch.zeros(1, 8).index_fill(1, torch.tensor(0), -torch.inf)
+    ),
     "a bidirectional AFTLocal cannot take": lambda group: bidirectional(AFTLocal(16, 64, 5), group),
     "has no padding and no documents": lambda group: bidirectional(AFTSimple(16), group, torch.ones(1, 8).bool()),
     "do not match image_size=22 x 6": lambda group: within(group, image(use_position_embeddings=True)[0], IMAGES),

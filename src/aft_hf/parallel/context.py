@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .. import modeling_aft
 from ..caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
-from ..mixing_aft import PACKING_INPUTS, Mixing, mix, mix_causal
+from ..mixing_aft import PACKING_INPUTS, Mixing, Visibility, mix, mix_causal
 from ..portable_aft import hide, read, split_heads
 from ..position_biases_aft import GridKernel
 from .exchange import count_of_past, state_at_end, with_past
@@ -182,7 +182,7 @@ class ContextParallelism:
             packing: the model's inputs in `PACKING_INPUTS`; `position_ids` start again at 0 with each document.
 
         Raises:
-            ValueError: the mask does not have the shape of the shard, `cu_seq_lens_q` is given, or `position_ids` are
+            ValueError: the mask is not the padding mask of the shard, `cu_seq_lens_q` is given, or `position_ids` are
                 not those of packed documents.
         """
         (batch, length), position_ids = inputs_embeds.shape[:2], packing["position_ids"]
@@ -199,9 +199,10 @@ class ContextParallelism:
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
         starts = None if position_ids is None else (position_ids == 0).expand(batch, -1)
-        mask = None if attention_mask is None else attention_mask.bool()
+        visibility = Visibility.of(attention_mask)
+        mask = None if visibility is None else visibility.real
         shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, starts)
-        given = position_ids if mask is None else None
+        given = position_ids if attention_mask is None else None
         if given is not None and given.device.type == "cpu" and read((shard.position != given).any()):
             raise ValueError(
                 "position_ids of a shard must continue those of the shard before it, and start again at 0 with each "
