@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from aft_hf.caching_aft import AFTLayerState
 from aft_hf.kernels.triton import operators
-from aft_hf.mixing_aft import Documents, Mixing
+from aft_hf.mixing_aft import Mixing, Visibility
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
 
@@ -97,7 +97,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "conv": (HEADS, HEADS, LagKernel(tensor(HEADS, 11), causal=True)),
         "full": (1, WIDTH, Dense(*factors)),
     }
-    documents = Documents(tensor(BATCH, LENGTH, dtype=torch.bool))
+    documents = Visibility.of(None, tensor(BATCH, LENGTH, dtype=torch.bool))
     for (name, (heads, key_width, biases)), dtype, packed in product(
         structures.items(), (torch.bfloat16, torch.float32), (False, True)
     ):
@@ -105,7 +105,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
             continue  # not computed by a kernel, or as without documents
         value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
         key = tensor(BATCH, LENGTH, key_width, dtype=dtype)
-        options = {"documents": documents} if packed else {}
+        options = {"visibility": documents} if packed else {}
         label = f"{name}, {str(dtype).removeprefix('torch.')}{', documents' if packed else ''}"
         yield label, Mixing(key, value, heads, biases, causal=True, query=value, **options)
     images = {
@@ -145,11 +145,11 @@ def _all_pairs(problem: Mixing) -> None:
 
 def _causal(problem: Mixing) -> None:
     biases, length = problem.biases, problem.length
-    first = None if problem.documents is None else problem.documents.first_positions()
+    first = None if problem.visibility is None else problem.visibility.first
     given = problem.query, problem.key, problem.value, biases.by_lag(length), biases.slopes
     operators.causal(*given, first, biases.hides_outside)
     operators.causal_backward(problem.value, *given, first, biases.hides_outside, given[3] is not None)
-    if problem.documents is None:
+    if problem.visibility is None:
         layer = AFTLayerState(biases.reach)
         layer.lazy_initialization(*(x.float() for x in problem.by_head()))
         state = layer.keys, layer.values, layer.numerator, layer.denominator, layer.maximum

@@ -53,6 +53,13 @@ def test_position_ids_that_do_not_count_the_real_tokens_are_refused():
         seen(torch.ones(1, 5), 1, 5, position_ids=position_ids)
 
 
+def test_position_ids_of_documents_may_count_their_padding_or_not():
+    mask = torch.tensor([[0, 0, 0, 1, 0, 0, 1]])
+    for position_ids in ([[0, 0, 0, 1, 2, 3, 0]], [[0, 0, 0, 0, 1, 1, 0]], [[1, 1, 0, 1, 9, 9, 0]]):
+        found = seen(mask, 1, 7, position_ids=torch.tensor(position_ids))
+        assert found.position[0, [3, 6]].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("hidden", (-torch.inf, -1e4, 0.5))
 def test_a_mask_that_is_added_to_logits_is_refused(hidden):
     mask = torch.tensor([[0.0, hidden, 0.0, 0.0]])

@@ -102,3 +102,12 @@ def test_large_gradients_of_a_query_that_sees_no_key_are_dropped():
     mask[0, 3] = False
     context = mix(Mixing(key, value, 1, Dense(w), pair_mask=mask), "portable")
     assert all(x.isfinite().all() for x in torch.autograd.grad(1e3 * context.sum(), (key, value, w)))
+
+
+@pytest.mark.parametrize("difference", [-1e-7, 0.0, 1e-7, 1.0])
+def test_a_merge_has_the_gradient_of_both_sides_where_their_logarithms_differ_by_rounding(difference):
+    sums = torch.tensor([1.0, 1.0 + difference], requires_grad=True)
+    (merged,) = torch.autograd.grad(
+        portable.Averages(torch.zeros(1), sums[:1]).merge(portable.Averages(torch.zeros(1), sums[1:])).logsumexp, sums
+    )
+    torch.testing.assert_close(merged, sums.detach().softmax(0))

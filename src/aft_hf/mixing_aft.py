@@ -165,9 +165,9 @@ def visibility_of(
     visibility = Visibility.of(mask, starts)
     if position_ids is not None and boundaries is None and position_ids.device.type == "cpu":
         plain = torch.arange(length, device=position_ids.device)
-        wrong = position_ids != (plain if visibility is None else visibility.position)
-        if visibility is not None:
-            wrong &= visibility.real  # positions of padding are ignored
+        wrong = position_ids != plain - torch.where(starts, plain, 0).cummax(1).values
+        if visibility is not None:  # they may leave out padding, whose own positions are ignored
+            wrong &= visibility.real & (position_ids != visibility.position)
         if portable.ask(wrong):
             raise ValueError(
                 "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "

@@ -12,12 +12,23 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
-from tiny_models import image_model, language_model
+from tiny_models import image_model, language_model, vit_model
 from torch import distributed
 from torch.utils.data import DataLoader
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from aft_hf import AFTBackbone, AFTConv, AFTForCausalLM, AFTLocal, AFTSimple, context_parallel, local_shard
-from aft_hf.mixing_aft import Documents
+from aft_hf import (
+    AFTBackbone,
+    AFTConv,
+    AFTForCausalLM,
+    AFTLocal,
+    AFTSimple,
+    caching_aft,
+    context_parallel,
+    local_shard,
+    mixers_aft,
+    modeling_aft,
+)
 from aft_hf.parallel import SequenceShard
 from aft_hf.training.context_parallelism import ContextParallelGroup
 from aft_hf.training.recipe import build_recipe
@@ -58,8 +69,13 @@ def build_inputs(kind: str) -> dict[str, torch.Tensor]:
         starts = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
         starts[:, 0] = True
         starts[0, [5, 23, 24]], starts[1, 12], starts[2, 30] = True, True, True
-        inputs["position_ids"] = Documents(starts).positions()
+        inputs["position_ids"] = positions_of_documents(starts)
     return inputs
+
+
+def positions_of_documents(starts: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(starts.shape[1])
+    return places - torch.where(starts, places, 0).cummax(1).values
 
 
 def text(aft_type: str | list[str], kind: str = "plain", **options: Any) -> Case:
@@ -114,6 +130,30 @@ CASES |= {
 HOSTILE = {aft_type: partial(text, aft_type) for aft_type in TYPES} | {"images": image}  # with large keys
 
 
+def packed_and_padded(seed: int) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
+    """Return a model, rows with random padding and documents, and random lengths of 2 shards."""
+    random = torch.Generator().manual_seed(seed)
+    length, options = 5 + seed % 7, {"use_position_embeddings": bool(seed % 2), "window_size": 3, "kernel_size": 3}
+    model = build_model(TYPES[seed // 2 % 4], **options)
+    tokens = torch.randint(0, 16, (BATCH, length), generator=random)
+    mask, starts = (torch.rand(BATCH, length, generator=random) < share for share in (0.7, 0.3))
+    inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": mask.long()}
+    inputs["position_ids"] = positions_of_documents(starts)
+    cut = int(torch.randint(1, length, (), generator=random))
+    return model, inputs, [cut, length - cut]
+
+
+def shard_that_begins_with_padding_of_a_document() -> tuple[Any, dict[str, torch.Tensor], list[int]]:
+    inputs = {"input_ids": torch.arange(7)[None], "labels": torch.arange(7)[None]}
+    inputs["attention_mask"] = torch.tensor([[0, 0, 0, 1, 0, 0, 1]])
+    inputs["position_ids"] = torch.tensor([[0, 0, 0, 1, 2, 3, 0]])
+    return build_model("simple", use_position_embeddings=True), inputs, [4, 3]
+
+
+# Cases with the lengths of 2 shards.
+CUTS = [shard_that_begins_with_padding_of_a_document, *(partial(packed_and_padded, seed) for seed in range(24))]
+
+
 def whole(x: torch.Tensor, group: Any, dim: int = 1) -> torch.Tensor:
     """Gather the shards of all processes and concatenate them."""
     shards = [None] * group.size()
@@ -131,10 +171,16 @@ def averaged_gradients(model: torch.nn.Module, group: Any = None) -> dict[str, t
     return gradients
 
 
-def outcome(model: Any, inputs: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
-    """Return loss, outputs and gradients of parameters, embeddings and pixels, on the whole or on shards."""
+def outcome(
+    model: Any, inputs: dict[str, torch.Tensor], group: Any = None, lengths: list[int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return loss, outputs and gradients of parameters, embeddings and pixels, on the whole or on shards, of `lengths`
+    if given.
+    """
     given, of_images = dict(inputs), "pixel_values" in inputs
-    if group is not None:
+    if lengths is not None:
+        given = {name: x.split(lengths, 1)[group.rank()] for name, x in inputs.items()}
+    elif group is not None:
         for name in ["pixel_values"] if of_images else inputs:
             given[name] = local_shard(inputs[name], group, **({"dim": 2, "unit": PATCH} if of_images else {}))
     if of_images:
@@ -142,7 +188,7 @@ def outcome(model: Any, inputs: dict[str, torch.Tensor], group: Any = None) -> d
     else:
         x = given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
         given["use_cache"] = False
-    with nullcontext() if group is None else context_parallel(group):
+    with nullcontext() if group is None else context_parallel(model, group):
         output = model(**given, output_hidden_states=True)
     output.loss.backward()
     mask = given.get("attention_mask", torch.ones(1, 1)).bool()[..., None]
@@ -174,6 +220,13 @@ def exact_outcome(case: str) -> tuple[dict[str, torch.Tensor], float]:
     return outcome(model, inputs), sum(2 * key * 2**-24 for key in largest)
 
 
+@torch.no_grad()
+def loss_of_another_model(group: Any) -> torch.Tensor:
+    model, inputs = text("local")
+    with context_parallel(build_model("local"), group):
+        return model(**inputs).loss
+
+
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, int]]:
     """Count the bytes that are passed to each collective within the context, by its name."""
@@ -202,7 +255,7 @@ def bytes_of_a_layer(kind: str, length: int, group: Any) -> dict[str, int]:
     shard = SequenceShard(group, 1, length, x.device, **({"columns": 3} if grid else {}))
     _ = shard.from_the_end if grid else None  # exchanged once for all layers, as the shard itself
     with counted_bytes() as counts:
-        model.aft.layers[0].mixer(x, documents=shard, **grid).sum().backward()
+        model.aft.layers[0].mixer(x, visibility=shard, **grid).sum().backward()
     return counts
 
 
@@ -214,7 +267,7 @@ def feature_map(group: Any = None) -> torch.Tensor:
         return model(pixels).feature_maps[0]
     first = 64 - 3 * (group.size() - 1)
     heights = [first * PATCH] + [3 * PATCH] * (group.size() - 1)
-    with context_parallel(group):
+    with context_parallel(model, group):
         return whole(model(pixels.split(heights, 2)[group.rank()]).feature_maps[0], group, 2)
 
 
@@ -231,7 +284,7 @@ def sequence_seen_from_both_sides(name: str, group: Any = None) -> torch.Tensor:
     if group is None:
         return mixer(x)
     shard = local_shard(x, group)
-    return whole(mixer(shard, documents=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
+    return whole(mixer(shard, visibility=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
 
 
 PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
@@ -243,7 +296,7 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     model, inputs = text(aft_type, kind)
     labels = inputs.pop("labels")
     given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
-    with nullcontext() if group is None else context_parallel(group):
+    with nullcontext() if group is None else context_parallel(model, group):
         cache = model(**given, use_cache=True).cache
     assert cache.get_seq_length() == labels.shape[1]
     mask = inputs.get("attention_mask", torch.ones_like(labels))
@@ -258,45 +311,61 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
 TOKENS, IMAGES = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 3, 2 * PATCH, 3 * PATCH)
 
 
+def within(group: Any, model: Any, *given: Any, **inputs: Any) -> Any:
+    with context_parallel(model, group):
+        return model(*given, **inputs)
+
+
+def continued(group: Any) -> None:
+    model = build_model("conv")
+    within(group, model, TOKENS, cache=model(TOKENS, use_cache=True).cache)
+
+
 def bidirectional(mixer: Any, group: Any, *real: torch.Tensor) -> None:
-    mixer(torch.randn(1, 8, 16), documents=SequenceShard(group, 1, 8, torch.device("cpu"), *real))
+    mixer(torch.randn(1, 8, 16), visibility=SequenceShard(group, 1, 8, torch.device("cpu"), *real))
 
 
 # Calls with a shard that must raise an error in some process, by part of the message.
 WRONG: dict[str, Callable[[Any], Any]] = {
-    "causal AFTFull cannot take": lambda group: build_model("full")(TOKENS),
-    "12 tokens is longer than max_position_embeddings=10": lambda group: build_model(
-        "local", max_position_embeddings=10
-    )(local_shard(torch.zeros(1, 12, dtype=torch.long), group)),
-    "must be the padding mask of the shard, (1, 8)": lambda group: build_model("conv")(
-        TOKENS, attention_mask=torch.ones(1, 9)
+    "causal AFTFull cannot take": lambda group: within(group, build_model("full"), TOKENS),
+    "12 tokens is longer than max_position_embeddings=10": lambda group: within(
+        group,
+        build_model("local", max_position_embeddings=10),
+        local_shard(torch.zeros(1, 12, dtype=torch.long), group),
     ),
-    "must continue those of the shard before it": lambda group: build_model("conv")(
-        TOKENS, position_ids=torch.arange(3, 11)[None]
+    "must be the padding mask of the shard, (1, 8)": lambda group: within(
+        group, build_model("conv"), TOKENS, attention_mask=torch.ones(1, 9)
     ),
-    "do not continue one": lambda group: build_model("conv")(TOKENS, cache=build_model("conv")(TOKENS).cache),
+    "must continue those of the shard before it": lambda group: within(
+        group, build_model("conv"), TOKENS, position_ids=torch.arange(3, 11)[None]
+    ),
+    "do not continue one": continued,
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
 WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process
-    "no class token and no attention_mask, got a class token": lambda group: image(
-        aft_type="simple", use_cls_token=True
-    )[0](IMAGES),
-    "no class token and no attention_mask, got an attention_mask": lambda group: image()[0].aft(
-        pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
+    "no class token and no attention_mask, got a class token": lambda group: within(
+        group, image(aft_type="simple", use_cls_token=True)[0], IMAGES
+    ),
+    "no class token and no attention_mask, got an attention_mask": lambda group: within(
+        group, image()[0].aft, pixel_values=IMAGES, attention_mask=torch.ones(1, 6)
+    ),
+    "give mask == 0": lambda group: within(
+        group, build_model("conv"), TOKENS, attention_mask=torch.zeros(1, 8).index_fill(1, torch.tensor(0), -torch.inf)
     ),
     "a bidirectional AFTLocal cannot take": lambda group: bidirectional(AFTLocal(16, 64, 5), group),
     "has no padding and no documents": lambda group: bidirectional(AFTSimple(16), group, torch.ones(1, 8).bool()),
-    "do not match image_size=22 x 6": lambda group: image(use_position_embeddings=True)[0](IMAGES),
-    "the processes have rows of [2, 3": lambda group: image()[0](IMAGES[..., : (2 + group.rank() % 2) * PATCH]),
+    "do not match image_size=22 x 6": lambda group: within(group, image(use_position_embeddings=True)[0], IMAGES),
+    "the processes have rows of [2, 3": lambda group: within(
+        group, image()[0], IMAGES[..., : (2 + group.rank() % 2) * PATCH]
+    ),
     "is not a multiple of 4": lambda group: local_shard(torch.zeros(1, 3, 18, 6), group, dim=2, unit=4),
 }
 
 
 def error_of(call: Callable[[Any], Any], group: Any) -> str:
-    """Return the message of the ValueError that a call raises within `context_parallel`, "" if it raises none."""
+    """Return the message of the ValueError that a call raises, "" if it raises none."""
     try:
-        with context_parallel(group):
-            call(group)
+        call(group)
     except ValueError as error:
         return str(error)
     return ""
@@ -307,6 +376,10 @@ def compute(directory: Path) -> None:
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
     found: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
+    pairs = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    cuts = [case() for case in CUTS]
+    found["cuts"] = [outcome(model, inputs, pairs[rank // 2], lengths) for model, inputs, lengths in cuts]
+    found["another model"] = loss_of_another_model(group)
     found["hostile"] = {name: outcome_of_large_keys(name, group) for name in HOSTILE}
     found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in HOSTILE for length in (51, 300)}
     found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
@@ -338,6 +411,18 @@ def test_shards_have_the_outputs_the_loss_and_the_gradients_of_the_whole(found, 
     expected = outcome(*CASES[case]())
     for process in found:
         assert_near(process[case], expected, 1e-5)  # sums over tokens in another order
+
+
+@pytest.mark.parametrize("index", range(len(CUTS)))
+def test_padding_and_documents_may_lie_anywhere_at_a_cut(found, index):
+    expected = outcome(*CUTS[index]()[:2])
+    for process in found:
+        assert_near(process["cuts"][index], expected, 1e-5)
+
+
+def test_another_model_takes_whole_sequences_within_the_context(found):
+    model, inputs = text("local")
+    assert all(process["another model"] == model(**inputs).loss for process in found)
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -383,6 +468,25 @@ def test_what_a_shard_cannot_have_is_an_error_in_every_process_that_sees_it(foun
     assert all(seen) if message in WRONG_IN_ALL else any(seen)
 
 
+def test_a_model_whose_class_is_not_of_the_package_is_refused(tmp_path):
+    build_model("simple").save_pretrained(tmp_path)
+    own_code = get_class_from_dynamic_module("modeling_aft.AFTForCausalLM", str(tmp_path))
+    model = own_code.from_pretrained(tmp_path)
+    both = torch.nn.ModuleList([build_model("simple"), model.aft])
+    for refused in (model, both, vit_model(), torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="import aft_hf and load"), context_parallel(refused, None):
+            pass
+
+
+def test_the_package_changes_no_class_of_a_model():
+    with context_parallel(build_model("local"), None):
+        for module in (modeling_aft, mixers_aft, caching_aft):
+            for kind in vars(module).values():
+                for method in vars(kind).values() if isinstance(kind, type) else ():
+                    place = getattr(method, "__globals__", {}).get("__name__", "")
+                    assert not place.startswith("aft_hf.") or place.endswith("_aft"), method
+
+
 # --------------------------------------------------------------------------------------------------------- Accelerate
 
 
@@ -409,7 +513,7 @@ def step_with_accelerate(directory: Path) -> None:
     mesh = accelerator.torch_device_mesh["cp"]
     (batch,) = batches
     shard = local_shard(batch, mesh)
-    with context_parallel(mesh):
+    with context_parallel(model, mesh):
         loss = model(input_ids=shard, labels=shard, use_cache=False).loss
     accelerator.backward(loss)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}

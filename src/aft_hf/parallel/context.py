@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
+from transformers.modeling_utils import PreTrainedModel
 
 from .. import modeling_aft
 from ..caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
-from ..mixing_aft import PACKING_INPUTS, Mixing, mix, mix_causal
+from ..mixing_aft import PACKING_INPUTS, Mixing, Visibility, mix, mix_causal
 from ..portable_aft import hide, read, split_heads
 from ..position_biases_aft import GridKernel
 from .exchange import count_of_past, state_at_end, with_past
@@ -47,27 +48,23 @@ def context_parallel(model: nn.Module, group: "ProcessGroup | DeviceMesh") -> It
     The backward pass may run outside of the context.
 
     Args:
-        model: an AFT model of this package, or a module that contains some, as DDP and FSDP make them.
+        model: an `AFTModel`, `AFTForCausalLM`, `AFTForImageClassification` or `AFTBackbone`, also wrapped by DDP, FSDP
+            or `torch.compile`.
         group: the process group that shares each sequence, or a one-dimensional device mesh.
 
     Raises:
-        ValueError: the model contains no AFT model of this package, such as one of the code of a checkpoint, or a head
-            that needs whole sequences.
+        ValueError: the model is another one, such as a text classifier, or has the code of a checkpoint instead of the
+            classes of this package.
     """
     parallel = ContextParallelism(group.get_group() if hasattr(group, "get_group") else group)
-    replaced: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
-        if isinstance(module, modeling_aft.TextClassifier):
+    for module in [x for x in model.modules() if isinstance(x, PreTrainedModel)] or [model]:
+        if not isinstance(module, MODELS):
             raise ValueError(
-                f"{type(module).__name__} needs whole sequences and does not support context_parallel: use AFTModel or "
-                "AFTForCausalLM"
+                f"context_parallel supports {', '.join(x.__name__ for x in MODELS)} of the package aft_hf, got "
+                f"{type(module).__module__}.{type(module).__name__}: use one of these; if it is the code of a "
+                "checkpoint, import aft_hf and load the checkpoint without trust_remote_code"
             )
-        replaced += [(module, name) for kind, name in REPLACED if isinstance(module, kind)]
-    if not any(isinstance(module, modeling_aft.AFTModel) for module, _ in replaced):
-        raise ValueError(
-            f"context_parallel needs an AFT model of the package aft_hf, got {type(model).__module__}."
-            f"{type(model).__name__}: import aft_hf and load the checkpoint without trust_remote_code"
-        )
+    replaced = [(module, name) for module in model.modules() for kind, name in REPLACED if isinstance(module, kind)]
     surrounding = [vars(module).get(name) for module, name in replaced]
     for module, name in replaced:
         vars(module)[name] = partial(getattr(parallel, name), module)
@@ -75,11 +72,18 @@ def context_parallel(model: nn.Module, group: "ProcessGroup | DeviceMesh") -> It
         yield
     finally:
         for (module, name), method in zip(replaced, surrounding):
-            if method is None:
-                del vars(module)[name]
-            else:
+            del vars(module)[name]
+            if method is not None:
                 vars(module)[name] = method
 
+
+# The models that compute on shards. Other heads need whole sequences.
+MODELS = (
+    modeling_aft.AFTModel,
+    modeling_aft.AFTForCausalLM,
+    modeling_aft.AFTForImageClassification,
+    modeling_aft.AFTBackbone,
+)
 
 # The methods of models for which `ContextParallelism` has one of the same name.
 REPLACED = (
@@ -178,7 +182,7 @@ class ContextParallelism:
             packing: the model's inputs in `PACKING_INPUTS`; `position_ids` start again at 0 with each document.
 
         Raises:
-            ValueError: the mask does not have the shape of the shard, `cu_seq_lens_q` is given, or `position_ids` are
+            ValueError: the mask is not the padding mask of the shard, `cu_seq_lens_q` is given, or `position_ids` are
                 not those of packed documents.
         """
         (batch, length), position_ids = inputs_embeds.shape[:2], packing["position_ids"]
@@ -195,9 +199,10 @@ class ContextParallelism:
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
         starts = None if position_ids is None else (position_ids == 0).expand(batch, -1)
-        mask = None if attention_mask is None else attention_mask.bool()
+        visibility = Visibility.of(attention_mask)
+        mask = None if visibility is None else visibility.real
         shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, starts)
-        given = position_ids if mask is None else None
+        given = position_ids if attention_mask is None else None
         if given is not None and given.device.type == "cpu" and read((shard.position != given).any()):
             raise ValueError(
                 "position_ids of a shard must continue those of the shard before it, and start again at 0 with each "
@@ -259,11 +264,12 @@ class SequenceShard(Shard):
 
     def check(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> None:
         """Raise a ValueError if a mixer cannot take this shard, or gets other inputs that do not go with it."""
-        if mixer.state_window is None or not (mixer.causal or mixer.max_positions is None):
-            kind = "causal" if mixer.causal else "bidirectional"
+        known, kind = isinstance(mixer, AFTMixer), "causal" if mixer.causal else "bidirectional"
+        if not known or mixer.state_window is None or not (mixer.causal or mixer.max_positions is None):
             raise ValueError(
                 f"a {kind} {type(mixer).__name__} cannot take a shard of a sequence (context parallelism): use a "
-                "causal AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv"
+                "causal AFTSimple, AFTAlibi, AFTLocal or AFTConv, or a bidirectional AFTSimple or AFTConv, of the "
+                "package aft_hf"
             )
         if not mixer.causal and (self.padding_mask is not None or self.begins_documents is not None):
             raise ValueError(f"a shard for a bidirectional {type(mixer).__name__} has no padding and no documents")

@@ -51,12 +51,6 @@ def gather_shards(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
     return torch.stack(shards)
 
 
-def _positions(mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The number of real tokens between each token, (B, T), and the last start before it, or the start of its row."""
-    before = mask.cumsum(1) - mask.long()
-    return before - torch.where(starts, before, 0).cummax(1).values
-
-
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The shard of a batch of sequences that this process holds. All processes of the group create theirs together.
@@ -133,10 +127,8 @@ class Shard:
         if self.padding_mask is None and self.begins_documents is None:
             whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns]
             return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
-        mask = self._mask()
-        starts = torch.zeros_like(mask) if self.begins_documents is None else self.begins_documents
-        document = starts.cumsum(1)  # 0 for tokens that continue a document
-        lengths = torch.where(mask & (document > 0), _positions(mask, starts) + 1, 0)
+        mask, document = self._mask, self._begins_documents.cumsum(1)  # document 0 continues an earlier one
+        lengths = torch.where(mask & (document > 0), self._position + 1, 0)
         columns = (
             mask.sum(1),
             (mask & (document == 0)).sum(1),
@@ -148,10 +140,21 @@ class Shard:
         )
         return torch.stack(columns, -1)
 
+    @cached_property
     def _mask(self) -> torch.Tensor:
         if self.padding_mask is not None:
             return self.padding_mask.bool()
         return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
+
+    @cached_property
+    def _begins_documents(self) -> torch.Tensor:
+        return torch.zeros_like(self._mask) if self.begins_documents is None else self.begins_documents
+
+    @property
+    def _position(self) -> torch.Tensor:
+        """(B, T), how many real tokens of this shard and of the same document are before each token."""
+        before = self._mask.cumsum(1) - self._mask.long()
+        return before - torch.where(self._begins_documents, before, 0).cummax(1).values
 
     @cached_property
     def counts(self) -> torch.Tensor:
@@ -173,13 +176,8 @@ class Shard:
 
     @cached_property
     def begins(self) -> torch.Tensor:
-        """(N + 1, B), the place of the first token of the first document of each shard: in an earlier shard if the
-        shard continues a document, otherwise the start of the shard.
-        """
-        lead, any_start = self._descriptions[..., 1], self._descriptions[..., 4]
-        before = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
-        fresh = torch.nn.functional.pad((any_start > 0) & (lead == 0), (0, 0, 0, 1))
-        return torch.where(fresh, self.starts, before)
+        """(N + 1, B), the place of the first token of the document that each shard continues."""
+        return torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
 
     @cached_property
     def before(self) -> torch.Tensor:
@@ -232,7 +230,7 @@ class Shard:
     @cached_property
     def _order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Two permutations (B, T): the tokens with padding behind the real ones, and back."""
-        order = (~self._mask()).long().argsort(dim=1, stable=True)
+        order = (~self._mask).long().argsort(dim=1, stable=True)
         return order, order.argsort(1)
 
     def ordered(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
@@ -241,24 +239,21 @@ class Shard:
 
     @cached_property
     def ordered_documents(self) -> torch.Tensor | None:
-        """(B, T), the number of each token's document after `ordered`, 0 for the one that this shard continues; None if
-        no document starts here.
+        """(B, T), the number of each token's document after `ordered`, 0 for the one that this shard continues.
+
+        None if no document starts here.
         """
         if self.begins_documents is None or not self._descriptions[self.rank, :, 4].any():
             return None
         document = self.begins_documents.cumsum(1)
-        document = document - self.begins_documents[:, :1].long()  # nothing is before the first one
         # Padding that was between documents counts as part of the last document.
         return document if self.padding_mask is None else document.gather(1, self._order[0]).cummax(1).values
 
     @property
     def position(self) -> torch.Tensor:
         """(B, T), the position of each token in its document, not counting the padding of the shard."""
-        mask = self._mask()
-        starts = torch.zeros_like(mask) if self.begins_documents is None else self.begins_documents
-        open_documents = torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
-        before = (self.starts[self.rank] - open_documents[self.rank]).to(self.device)
-        return _positions(mask, starts) + torch.where(starts.cumsum(1) == 0, before[:, None], 0)
+        continued = self._begins_documents.cumsum(1) == 0
+        return self._position + torch.where(continued, self.before.to(self.device)[:, None], 0)
 
     def last_tokens(self, reach: int) -> torch.Tensor:
         """The tokens that this shard adds to the running sum, (B, 2): start and end, counted from the first of the
