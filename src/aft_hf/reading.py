@@ -204,17 +204,14 @@ def parse_yaml(
 def parse_header(text: str, source: str, error: type[ValueError] = UnreadableError) -> dict[str, Any]:
     """Return the metadata in the YAML header of a README.md; they are empty if it has none."""
     text = text.removeprefix("\ufeff")
-    raw, header = (REGEX_YAML_BLOCK.search(each) for each in (text, _with_line_feeds(text)))
-    if _with_line_feeds(raw[2] if raw else "") != (header[2] if header else ""):  # libraries read one or the other
+    found = (REGEX_YAML_BLOCK.search(each) for each in (text, StringIO(text, newline=None).read()))
+    raw, header = (StringIO(match[2] if match else "", newline=None).read() for match in found)
+    if raw != header:  # libraries read one or the other
         raise error(f"{source}: its header has line breaks of several kinds; save it with line feeds")
-    values = parse_yaml(header[2] if header else "", source, error)
+    values = parse_yaml(header, source, error)
     if not isinstance(values, dict | None):
         raise error(f"{source}: its header must be a mapping of keys to values")
     return values or {}
-
-
-def _with_line_feeds(text: str) -> str:
-    return StringIO(text, newline=None).read()
 
 
 @contextmanager
