@@ -48,6 +48,7 @@ def test_a_function_gives_its_result_or_its_exception_and_prints_nothing(capfd):
     with pytest.raises(KeyError, match="a"):
         limited(fails, "x.json")
     check_limits(fails, "x.json")
+    assert limited(lambda: len(bytearray(2**29)), "x.json", size=2**19) == 2**29  # a longer text has more memory
     assert capfd.readouterr() == ("", "")
 
 
