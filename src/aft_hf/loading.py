@@ -38,7 +38,7 @@ from transformers.utils import (
 )
 from transformers.utils.import_utils import DummyObject
 
-from .limits import check_limits
+from .limits import limited
 from .reading import (
     ImageProcessorConfig,
     ModelConfig,
@@ -209,7 +209,7 @@ def load(
             if "config" not in options:
                 options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
         with no_larger_than_weights(place, error):
-            check_limits(lambda: _try(auto_class, source, build, options), str(source), error)
+            limited(lambda: _try(auto_class, source, build, options), str(source), error=error, again=False)
             loaded = build(**options)
             _use(loaded, IMAGES[:1])
             model = loaded[0] if isinstance(loaded, tuple) else loaded
