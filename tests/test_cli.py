@@ -149,7 +149,7 @@ TAKING = {
 }
 DAMAGES = {
     "holds NaN or infinity": lambda x: x.fill_(torch.nan),
-    "is stored as I32|is torch.int32; weights must be": lambda x: x.int(),
+    "is torch.int32; weights must be": lambda x: x.int(),
 }
 
 

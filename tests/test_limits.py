@@ -15,7 +15,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from aft_hf import build_byte_tokenizer, limits
 from aft_hf.data.text import tokenize_file
-from aft_hf.limits import check_limits, limited
+from aft_hf.limits import limited
 from aft_hf.loading import load
 from aft_hf.reading import UnreadableError
 from aft_hf.training.evaluation import evaluate_language_model
@@ -47,7 +47,8 @@ def test_a_function_gives_its_result_or_its_exception_and_prints_nothing(capfd):
     limited(lambda: os.write(1, b"printed"), "x.json")
     with pytest.raises(KeyError, match="a"):
         limited(fails, "x.json")
-    check_limits(fails, "x.json")
+    assert limited(fails, "x.json", again=False) is limited(lambda: lambda: 0, "x.json", again=False) is None
+    assert limited(lambda: len(bytearray(2**29)), "x.json", size=2**19) == 2**29  # a longer text has more memory
     assert capfd.readouterr() == ("", "")
 
 
@@ -68,12 +69,12 @@ def wrapped(function):
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-@pytest.mark.parametrize("run", [limited, check_limits])
-def test_a_limit_is_an_error_of_one_line_that_names_the_file(run, case):
+@pytest.mark.parametrize("again", [True, False])
+def test_a_limit_is_an_error_of_one_line_that_names_the_file(again, case):
     with pytest.raises(
         UnreadableError, match=r"^x\.json: reading it needs more than 0\.5 GiB of memory or 1 seconds$"
     ):
-        run(ENDLESS[case], "x.json")
+        limited(ENDLESS[case], "x.json", again=again)
 
 
 @pytest.fixture(scope="module")

@@ -189,8 +189,7 @@ def convert(
     words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
     words += ["--teacher", source] if num_labels is None else []  # a source without classes teaches none
     words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
-    next_step = ["Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):"]
-    next_step += [f"  {shlex.join(words)}"]
+    step = "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):"
     console = plain_console()
     for line in (
         f"{report.summary()}; {REPORT_NAME} names them",
@@ -198,7 +197,7 @@ def convert(
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
-        *(next_step if can_train else [f"{out}: {other_task(model.config)}"]),
+        *([step, f"  {shlex.join(words)}"] if can_train else [f"{out}: {other_task(model.config)}"]),
         *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
     ):
         console.print(line, soft_wrap=True)

@@ -15,8 +15,8 @@ from .modeling_aft import AFTForCausalLM, AFTLayer
 def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.Tensor]:
     """Return the state before the first token: the inputs of the program besides `input_ids`.
 
-    `seen`, (B,) int64, counts the tokens of each row; `I.keys` and the other names of `SUMS_AND_WINDOW` are the float32 tensors
-    of layer I. The batch is the first dimension of all tensors, and their size is constant.
+    `seen`, (B,) int64, counts the tokens of each row; `I.keys` and the other names of `SUMS_AND_WINDOW` are the
+    float32 tensors of layer I. The batch is the first dimension of all tensors, and their size is constant.
 
     Raises:
         ValueError: the model has a `full` layer, whose cache grows with the text.

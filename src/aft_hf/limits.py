@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,31 +18,30 @@ MEMORY, SECONDS = 2**32, 20  # bytes that a process may allocate, and seconds th
 BYTES_PER_BYTE, BYTES_PER_SECOND = 2**10, 2**14  # more memory and time for texts: ten times what tokenizers take
 LONGEST_WAIT = 20  # times the seconds, for other load on the machine
 
-Result = TypeVar("Result")
-
 
 def limited(
-    function: Callable[[], Result], what: str, size: int = 0, error: type[ValueError] = UnreadableError
-) -> Result:
+    read: Callable[[], Any], what: str, size: int = 0, error: type[ValueError] = UnreadableError, again: bool = True
+) -> Any:
     """Return the result of a function that runs in a forked process, with limits of memory and time.
 
     A tokenizer of a kilobyte can double each text forty times, and a config of one line describes a billion layers.
-    Changes that the function makes are lost, and what it prints is dropped. If it raises an exception, it is called
-    again in this process, so that the exception has its traceback. Python forks safely on Linux only: elsewhere, there
-    are no limits.
+    Changes that the function makes are lost, and what it prints is dropped. Python forks safely on Linux only:
+    elsewhere, there are no limits.
 
     Args:
-        function: a function whose result can be pickled.
+        read: a function whose result can be pickled.
         what: what is read, for the message of the error that is raised at a limit.
         size: length in bytes of the text that the function reads.
         error: class of the error.
+        again: whether a function that raises an exception is called again in this process, so that the exception has
+            its traceback. Otherwise only the limits are checked, and the result is None.
     """
     if sys.platform != "linux":
-        return function()
+        return read() if again else None
     memory, seconds = MEMORY + size * BYTES_PER_BYTE, SECONDS + size // BYTES_PER_SECOND
     receiver, sender = Pipe(duplex=False)
     if (process := os.fork()) == 0:
-        _run(function, sender, memory, seconds)
+        _run(read if again else lambda: (read(), None)[1], sender, memory, seconds)
     sender.close()
     try:
         outcome = receiver.recv() if receiver.poll(LONGEST_WAIT * seconds) else None
@@ -55,10 +54,10 @@ def limited(
     if outcome is None:
         raise error(f"{what}: reading it needs more than {memory / 2**30:.2g} GiB of memory or {seconds} seconds")
     is_done, result = outcome
-    return result if is_done else function()
+    return result if is_done or not again else read()
 
 
-def _run(function: Callable[[], Any], sender: Connection, memory: int, seconds: int) -> NoReturn:
+def _run(read: Callable[[], Any], sender: Connection, memory: int, seconds: int) -> NoReturn:
     """Send (True, result) or, after an exception, (False, None) to the other process; send nothing at a limit."""
     import resource  # exists on Unix only
 
@@ -69,22 +68,9 @@ def _run(function: Callable[[], Any], sender: Connection, memory: int, seconds: 
         pages = Path("/proc/self/statm").read_text().split()[5]  # of data
         resource.setrlimit(resource.RLIMIT_DATA, (int(pages) * resource.getpagesize() + memory,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds,) * 2)
-        sender.send((True, function()))
+        sender.send((True, read()))
     except BaseException as problem:
         if not is_out_of_memory(problem):
             sender.send((False, None))
     finally:
         os._exit(0)
-
-
-def check_limits(function: Callable[[], object], what: str, error: type[ValueError] = UnreadableError) -> None:
-    """Raise an error if a function reaches a limit. Its result and its exceptions are ignored."""
-
-    def attempt() -> None:
-        try:
-            function()
-        except Exception as problem:
-            if is_out_of_memory(problem):
-                raise
-
-    limited(attempt, what, error=error)

@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shown
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import safe_open
 from torch import nn
 from torch.nn.modules import module as modules
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
@@ -37,7 +38,7 @@ from transformers.utils import (
 )
 from transformers.utils.import_utils import DummyObject
 
-from .limits import check_limits
+from .limits import limited
 from .reading import (
     ImageProcessorConfig,
     ModelConfig,
@@ -48,7 +49,6 @@ from .reading import (
     explained,
     read_json,
     shortened,
-    shown,
 )
 
 
@@ -137,7 +137,7 @@ def read_config(
     return config
 
 
-def _entries(values: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+def _entries(values: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the entries of a JSON value at any depth: the path, the key and the value."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         yield f"{prefix}{key}", key, value
@@ -200,7 +200,7 @@ def load(
             path = find_file(str(source), TOKENIZER_CONFIG_FILE, error, **optional)
             values = {} if path is None else read_json(path, TokenizerConfig, error).model_dump()
             if not trusted:
-                _check_tokenizer_class([values.get("tokenizer_class")], config)
+                _check_tokenizer_class([values, config.model_dump()])
         elif not trusted:
             if find_file(str(source), ADAPTER_CONFIG_NAME, error, **optional):  # it names another model
                 raise error(
@@ -209,7 +209,7 @@ def load(
             if "config" not in options:
                 options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
         with no_larger_than_weights(place, error):
-            check_limits(lambda: _try(auto_class, source, build, options), str(source), error)
+            limited(lambda: _try(auto_class, source, build, options), str(source), error=error, again=False)
             loaded = build(**options)
             _use(loaded, IMAGES[:1])
             model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -236,23 +236,12 @@ def _check_weights(source: Any, model: Any, directory: Path, error: type[ValueEr
         return
     prefix = f"{model.base_model_prefix}."
     floats = {name.removeprefix(prefix) for name, tensor in weights.items() if tensor.is_floating_point()}
-    for name, dtype in _stored_dtypes(weight_files(str(directory), error)):
-        # Buffers may be integers. Names of modules differ in files of earlier versions.
-        is_weight = name.endswith(".weight") or name.removeprefix(prefix) in floats
-        if is_weight and not dtype.startswith(("F", "BF", "torch.float", "torch.bfloat")):
-            raise error(f"{source}: {name} is stored as {dtype}; weights must be floating point: save the model again")
-
-
-def _stored_dtypes(files: list[Path]) -> Iterator[tuple[str, str]]:
-    """Yield the name and dtype of each tensor in weight files."""
-    for path in files:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                names = file.keys()
-                yield from ((name, file.get_slice(name).get_dtype()) for name in names)
-        else:
-            tensors = torch.load(path, map_location="meta", weights_only=True)
-            yield from ((name, str(tensor.dtype)) for name, tensor in tensors.items())
+    for path in weight_files(str(directory), error):
+        for name, tensor in load_state_dict(path, "meta").items():
+            # Buffers may be integers. Names of modules differ in files of earlier versions.
+            is_weight = name.endswith(".weight") or name.removeprefix(prefix) in floats
+            if is_weight and not tensor.is_floating_point():
+                raise error(f"{source}: {name} is {tensor.dtype}; weights must be floating point: save it again")
 
 
 def _image_processor_type(values: dict[str, Any], config: ModelConfig) -> str:
@@ -273,16 +262,14 @@ def _build_image_processor(values: dict[str, Any], **options: Any) -> Any:
         return AutoImageProcessor.from_pretrained(directory, **options)
 
 
-def _check_tokenizer_class(names: list[Any], config: ModelConfig) -> None:
-    """Raise a ValueError unless the names, and those that transformers may take from config.json, are tokenizers."""
-    for _, key, value in _entries(config.model_dump()):
-        if key in ("tokenizer_class", "model_type"):
-            names.append(value if key == "tokenizer_class" else TOKENIZER_MAPPING_NAMES.get(str(value)))
-    for name in filter(None, names):
-        found = tokenizer_class_from_name(str(name))  # None: transformers takes PreTrainedTokenizerFast
-        if isinstance(found, DummyObject):
-            continue  # it needs a package that is not installed, which its error names
-        if found and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+def _check_tokenizer_class(files: list[Any]) -> None:
+    """Raise a ValueError unless the classes that transformers may take from files with these values are tokenizers."""
+    for _, key, value in _entries(files):
+        name = TOKENIZER_MAPPING_NAMES.get(str(value)) if key == "model_type" else value
+        found = tokenizer_class_from_name(str(name)) if key in ("tokenizer_class", "model_type") and name else None
+        # None: transformers takes PreTrainedTokenizerFast; DummyObject: its error names the package that it needs.
+        bases = getattr(found, "__mro__", ())
+        if found and not isinstance(found, DummyObject) and PreTrainedTokenizerBase not in bases:
             raise ValueError(f"tokenizer_class={shown(name)}: must be a tokenizer, such as PreTrainedTokenizerFast")
 
 

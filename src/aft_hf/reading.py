@@ -189,32 +189,27 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def parse_yaml(
-    text: str, source: str, error: type[ValueError] = UnreadableError, loader: type[PlainLoader] = PlainLoader
-) -> Any:
+def parse_yaml(text: str, source: str, loader: type[PlainLoader] = PlainLoader) -> Any:
     """Return the value of a YAML text of up to `LARGEST_YAML` characters."""
     if len(text) > LARGEST_YAML:
-        raise error(f"{source}: is larger than {LARGEST_YAML >> 20} MiB, the limit for YAML")
+        raise UnreadableError(f"{source}: is larger than {LARGEST_YAML >> 20} MiB, the limit for YAML")
     try:
         return yaml.load(text, loader)  # nosec B506  # a SafeLoader
     except Exception as problem:  # YAML's constructors pass on Python's errors for invalid dates and numbers
-        raise error(f"{source}: not YAML that can be read: {described(problem)}") from None
+        raise UnreadableError(f"{source}: not YAML that can be read: {described(problem)}") from None
 
 
-def parse_header(text: str, source: str, error: type[ValueError] = UnreadableError) -> dict[str, Any]:
+def parse_header(text: str, source: str) -> dict[str, Any]:
     """Return the metadata in the YAML header of a README.md; they are empty if it has none."""
     text = text.removeprefix("\ufeff")
-    raw, header = (REGEX_YAML_BLOCK.search(each) for each in (text, _with_line_feeds(text)))
-    if _with_line_feeds(raw[2] if raw else "") != (header[2] if header else ""):  # libraries read one or the other
-        raise error(f"{source}: its header has line breaks of several kinds; save it with line feeds")
-    values = parse_yaml(header[2] if header else "", source, error)
+    found = (REGEX_YAML_BLOCK.search(each) for each in (text, StringIO(text, newline=None).read()))
+    raw, header = (StringIO(match[2] if match else "", newline=None).read() for match in found)
+    if raw != header:  # libraries read one or the other
+        raise UnreadableError(f"{source}: its header has line breaks of several kinds; save it with line feeds")
+    values = parse_yaml(header, source)
     if not isinstance(values, dict | None):
-        raise error(f"{source}: its header must be a mapping of keys to values")
+        raise UnreadableError(f"{source}: its header must be a mapping of keys to values")
     return values or {}
-
-
-def _with_line_feeds(text: str) -> str:
-    return StringIO(text, newline=None).read()
 
 
 @contextmanager

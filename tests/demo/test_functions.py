@@ -182,7 +182,7 @@ def test_images_of_several_visitors_are_computed_at_the_same_time(models):
     limits = {
         each.concurrency_id: each.concurrency_limit for each in app.build_app({"image": models["image"]}).fns.values()
     }
-    assert limits["images"] > 1
+    assert limits["images"] == 4
 
 
 def test_a_model_that_no_tab_can_show_is_refused(tmp_path):

@@ -191,8 +191,14 @@ def interrupt(now: bool) -> None:
 def test_another_recipe_is_refused_beside_checkpoints(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
-    with pytest.raises(ValueError, match=r"optimizer.learning_rate=0.01, and the recipe has 0.02"):
-        run(values | {"optimizer": {"learning_rate": 2e-2, "weight_decay": 0.1}})
+    for changed, told in (
+        ({"optimizer": {"learning_rate": 2e-2, "weight_decay": 0.1}}, "optimizer.learning_rate=0.01, and .* has 0.02"),
+        ({"global_batch_size": 16}, "global_batch_size=8, and the recipe has 16"),
+        ({"seed": 1}, "seed=0, and the recipe has 1"),
+        ({"model": values["model"] | {"num_hidden_layers": 3}}, "model.num_hidden_layers=., and the recipe has 3"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            run(values | changed)
 
 
 def test_resume_takes_the_checkpoint_that_it_is_given(tmp_path, finished):

@@ -16,8 +16,8 @@ from ..position_biases_aft import widen
 
 # Functions of w that can be drawn: w itself; exp(w), the factor of exp(K); or exp(w) - 1, with which Eq. 6 convolves:
 # the difference from 1, the factor outside the window.
-UNLIMITED_LENGTH = 256  # of the maps of a text model without a length limit
 VALUES = {"w": lambda w: w, "exp": torch.exp, "expm1": torch.expm1}
+UNLIMITED_LENGTH = 256  # of the maps of a text model without a length limit
 
 
 @torch.no_grad()

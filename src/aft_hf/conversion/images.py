@@ -51,9 +51,7 @@ class ImagesOnDisk(Sequence[Image.Image]):
             rows: Any = load_local(path)
             types = {name: getattr(feature, "dtype", feature) for name, feature in rows.features.items()}
             columns = [name for name, feature in rows.features.items() if is_image(feature)]
-            if types.get("image") in FILES:
-                columns.append("image")
-            if not columns:
+            if not (columns := columns + ["image"] * (types.get("image") in FILES)):
                 known = ", ".join(f"{name} ({kind})" for name, kind in types.items())
                 raise ValueError(f"{path}: none of its columns holds images: {shortened(known)}")
             self.images = rows[columns[0]]  # decodes an image when it is accessed

@@ -45,8 +45,7 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     """
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
-    named = [{int(number): name for number, name in (each.id2label or {}).items()} for each in (teacher, student)]
-    theirs, ours = ([names[number] for number in sorted(names)] for names in named)
+    theirs, ours = ([name for _, name in sorted((each.id2label or {}).items())] for each in (teacher, student))
     both = f"the teacher has the {len(theirs)} classes {listed(theirs)}, the model {len(ours)}: {listed(ours)}"
     numbers = list(range(len(ours)))
     if theirs == ours:

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
-from ..reading import shortened
+from ..reading import first_line, shortened
 
 
 # Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.
@@ -65,8 +65,7 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: cannot be read as an image; give one of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoding an arbitrary file can raise any exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ImageError(f"{name}: cannot be read as an image ({reason})") from error
+        raise ImageError(f"{name}: cannot be read as an image ({first_line(error)})") from error
 
 
 def check_file(path: str | Path, name: str | None = None) -> Path:

@@ -90,9 +90,8 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
         splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
     except Exception as error:  # of any type, and mostly without the name
         raise ValueError(f"{name}: cannot be loaded ({described(error.__cause__ or error)})") from error
-    return DatasetDict(
-        {split: with_safe_images(splits[split]) for split in ("train", "validation", "test") if split in splits}
-    )
+    kept = [split for split in ("train", "validation", "test") if split in splits]
+    return DatasetDict({split: with_safe_images(splits[split]) for split in kept})
 
 
 def _own_cache(name: str, config_name: str | None) -> str | None:

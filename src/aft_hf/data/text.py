@@ -80,10 +80,15 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):
-                tokenized = partial(tokenizer, part.decode(), add_special_tokens=False, verbose=False)
-                ids = limited(lambda read=tokenized: read()["input_ids"], tokenizer.name_or_path, len(part))
-                file.write(np.asarray(ids, dtype=TOKEN_DTYPE).tobytes())
+                file.write(np.asarray(token_ids([part.decode()], tokenizer), dtype=TOKEN_DTYPE).tobytes())
     return path, stop - start
+
+
+def token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Return the tokens of each text, without special tokens; the tokenizer runs within the limits of `limited`."""
+    size = sum(len(text.encode()) for text in texts)
+    read = partial(tokenizer, texts, add_special_tokens=False, verbose=False)
+    return limited(lambda: read()["input_ids"], tokenizer.name_or_path, size)
 
 
 def _character_start(path: Path, byte: int) -> int:

@@ -1,6 +1,5 @@
 """The model card, README.md with metadata for the Hub, generated from the files beside the model."""
 
-import math
 import os
 import re
 from pathlib import Path
@@ -94,7 +93,7 @@ def build_card(
         architecture=_architecture(facts),
         longest=getattr(config, "max_position_embeddings", "no limit"),
         any_size=not config.use_position_embeddings and types == {"conv"},
-        side=facts.pixel_side or math.isqrt(getattr(config, "max_position_embeddings", 0) // 3),
+        side=facts.pixel_side,
         size=" x ".join(map(str, pair(config.image_size))),
         conversion_file=REPORT_NAME,
         pictures=[{"file": file, "name": _label(Path(file).stem), "text": PICTURES[file]} for file in pictures],

@@ -147,10 +147,8 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
     config = model.config
     with explained("the model does not run", PublishError):
         if config.modality == "text":
-            tokens = (
-                torch.arange(min(8, getattr(config, "max_position_embeddings", 8))).unsqueeze(0) % config.vocab_size
-            )
-            example = {"input_ids": tokens}
+            length = min(8, getattr(config, "max_position_embeddings", 8))
+            example = {"input_ids": torch.arange(length).unsqueeze(0) % config.vocab_size}
         else:
             example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
         outputs = model.eval()(**example)

@@ -38,7 +38,7 @@ from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
-from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts
+from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts, token_ids
 from ..limits import limited
 from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
@@ -228,14 +228,10 @@ def evaluate_language_model(
 def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[np.ndarray, int]:
     """Return the tokens of all rows and the number of their bytes in UTF-8; warn if the two do not agree."""
     tokens, num_bytes, changed = array("I"), 0, 0
-
-    def read(texts: list[str]) -> tuple[list[list[int]], list[str]]:
-        rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return rows, tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-
     for texts in read_texts(dataset, column):
-        size = sum(len(text.encode()) for text in texts)
-        rows, decoded = limited(partial(read, texts), tokenizer.name_or_path, size)
+        rows, size = token_ids(texts, tokenizer), sum(len(text.encode()) for text in texts)
+        decode = partial(tokenizer.batch_decode, rows, clean_up_tokenization_spaces=False)
+        decoded = limited(decode, tokenizer.name_or_path, size)
         tokens.extend(chain.from_iterable(rows))
         num_bytes += size
         changed += sum(a != b for a, b in zip(texts, decoded))

@@ -30,7 +30,7 @@ from ..data.loading import GENERATED, draw_images, hold_out, load_named, load_sp
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
-from ..limits import check_limits
+from ..limits import limited
 from ..loading import load
 from ..reading import explained
 from .metrics import accuracy_and_loss, code_length
@@ -76,7 +76,7 @@ class Task(ABC):
                 with torch.device(device):
                     return self.auto_model.from_config(AutoConfig.for_model(architecture, **values))
 
-            check_limits(lambda: build("meta"), "model")
+            limited(lambda: build("meta"), "model", again=False)
             return build("cpu")
 
     def _fitting(self, config: type[Any]) -> dict[str, Any]:
