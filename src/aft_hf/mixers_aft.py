@@ -229,7 +229,7 @@ class AFTMixer(nn.Module):
 
     def mix(self, problem: Mixing, state: AFTLayerState | None = None) -> torch.Tensor:
         """Compute Eq. 2 for a problem of this mixer, after the tokens of the state if there is one: (B, T, d)."""
-        seen = problem.visibility
+        seen: Any = problem.visibility
         if seen is not None and seen.is_shard:
             return seen.mix(self, problem, state)
         return mix(problem, self.implementation) if state is None else state.mix(problem, self.implementation)

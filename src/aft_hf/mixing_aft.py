@@ -93,8 +93,8 @@ class Visibility:
         begins = (places == 0).expand_as(real) if starts is None else starts | (places == 0)
         before = real.cumsum(1) - real.long()
         position = before - torch.where(begins, before, 0).cummax(1).values
-        first = torch.where(real & (position == 0), places, 0).cummax(1).values
-        holes = real & (places - first != position)
+        first_seen = torch.where(real & (position == 0), places, 0).cummax(1).values
+        holes = real & (places - first_seen != position)
         known = None
         if may_read and not torch.compiler.is_compiling():
             known = read(torch.stack([(~real).any(), begins[:, 1:].any(), holes.any(), (~real[:, :1]).any()]))
@@ -106,16 +106,17 @@ class Visibility:
         if not packed and (has_holes or leads):
             back = torch.where(real, position, real.sum(1, keepdim=True) + (~real).cumsum(1) - 1)
             order = (~real).long().argsort(dim=1, stable=True), back
-        first = None if has_holes else first.masked_fill(~real, like.shape[1])
+        first = None if has_holes else first_seen.masked_fill(~real, like.shape[1])
         return cls(real, begins.cumsum(1), position, first, packed, longest, order)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Visibility":
         """Return a copy on another device, as hooks of models that are dispatched to several devices need."""
         if self.real.device == torch.device(device):
             return self
-        moved = {name: x.to(device, non_blocking=non_blocking) for name, x in vars(self).items() if torch.is_tensor(x)}
-        order = None if self.order is None else tuple(x.to(device) for x in self.order)
-        return replace(self, **moved, order=order)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
+        if self.order is not None:
+            moved["order"] = tuple(x.to(device) for x in self.order)
+        return replace(self, **moved)
 
     def pairs(self) -> torch.Tensor:
         """Return whether a token sees another one, (B, T, T), before any causal mask."""
@@ -379,8 +380,8 @@ def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
     if rows < 2 or features >= FEW_FEATURES:
         return torch.ops.aft_hf_v2.table(query, key, value, bias, problem.causal)
     # All rows share w, so they can be further features of each head.
-    by_head = (x if x is None else split_heads(x, heads).expand(-1, -1, -1, features) for x in (query, key, value))
-    folded = (x if x is None else x.permute(2, 1, 0, 3).flatten(1).unsqueeze(0) for x in by_head)
+    split = (x if x is None else split_heads(x, heads).expand(-1, -1, -1, features) for x in (query, key, value))
+    folded = (x if x is None else x.permute(2, 1, 0, 3).flatten(1).unsqueeze(0) for x in split)
     context = torch.ops.aft_hf_v2.table(*folded, bias, problem.causal)
     return join_heads(context.view(length, heads, rows, features).permute(2, 1, 0, 3))
 
@@ -414,7 +415,7 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     context = value.new_zeros(value.shape[0] * value.shape[1] + 1, value.shape[2])
     for index in rows:
         inside = (index < len(context) - 1).unsqueeze(-1)
-        taken = [
+        taken: list[Any] = [
             x if x is None else torch.where(inside, x.flatten(0, 1)[index.clamp_max(len(context) - 2)], hidden)
             for x, hidden in ((problem.key, -math.inf), (value, 0.0), (problem.query, 0.0))
         ]
@@ -429,6 +430,7 @@ def without_padding(problem: Mixing) -> tuple[Mixing, tuple[torch.Tensor, torch.
     """
     seen: Any = problem.visibility
     key, value = portable.hide(problem.key, problem.value, ~seen.real.unsqueeze(-1))
+    query: Any
     query, order = problem.query, seen.order if problem.biases.ordered or problem.causal else None
     if order is not None:
         key, value, query = (x if x is None else _moved(x, order[0]) for x in (key, value, query))

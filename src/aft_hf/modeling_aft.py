@@ -393,7 +393,7 @@ class AFTModel(AFTPreTrainedModel):
                 )
             visibility = None
         else:
-            attention_mask = _mask_of_new_tokens(attention_mask, *size, cache)
+            attention_mask = _mask_of_new_tokens(attention_mask, size[0], size[1], cache)
             visibility, attention_mask = visibility_of(packing, attention_mask, *size), None
         is_packed = visibility is not None and visibility.is_packed
         if is_packed and cache is not None:

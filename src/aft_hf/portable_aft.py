@@ -270,12 +270,12 @@ def prefix_sums(sums: Averages, decay: torch.Tensor | None = None) -> Averages:
         longer = decay if decay is None or decay.shape[1] == 1 else nn.functional.pad(decay, (0, 0, 0, 0, 0, 1))
         return prefix_sums(padded, longer).map(lambda x: x.narrow(1, 0, length))
     first, second = (Averages(*x) for x in zip(*(x.unflatten(1, (-1, 2)).unbind(2) for x in sums)))
-    both, steps = None, (decay, decay)
+    both = to_first = to_second = decay
     if decay is not None:
-        steps = steps if decay.shape[1] == 1 else decay.unflatten(1, (-1, 2)).unbind(2)
-        both = steps[0] + steps[1]
-    seconds = prefix_sums(_decayed(first, steps[1]).merge(second), both)
-    firsts = _decayed(seconds.delayed(1), steps[0]).merge(first)
+        to_first, to_second = (decay, decay) if decay.shape[1] == 1 else decay.unflatten(1, (-1, 2)).unbind(2)
+        both = to_first + to_second
+    seconds = prefix_sums(_decayed(first, to_second).merge(second), both)
+    firsts = _decayed(seconds.delayed(1), to_first).merge(first)
     return Averages(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(firsts, seconds)))
 
 
@@ -453,7 +453,8 @@ def _window_sums(
     windows = bias.unflatten(1, (-1, size)) if bias.shape[1] > 1 else bias.unsqueeze(1).expand(-1, -1, size, -1)
     tables = tables_by_lag(windows, size)  # (L, n or 1, C, 2 C)
     own_key, own_value = (x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding))
-    before = [x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding - size, size)]
+    before = pad_positions(key, value, padding - size, size)
+    before_key, before_value = (x.unflatten(1, (-1, size)) for x in before)
     if hides_outside or first is not None:
         lag = tokens[:size, None] + size - torch.arange(2 * size, device=device)
         hidden = ((lag < 0) | (lag >= window)) if hides_outside else lag < 0
@@ -461,12 +462,12 @@ def _window_sums(
             place = torch.arange(-size, size, device=device) + tokens[::size, None, None]  # (n, 1, 2 C)
             unseen = place < starts.unflatten(1, (-1, size)).unsqueeze(-1)  # (B, n, C, 2 C)
             hidden = (hidden | unseen).repeat_interleave(len(key) // len(starts), 0)
-        keys, values = (torch.cat(x, 2) for x in zip(before, (own_key, own_value)))
+        keys, values = torch.cat([before_key, own_key], 2), torch.cat([before_value, own_value], 2)
         sums = block_sums(keys, values, tables.masked_fill(hidden, -math.inf), masked=True)
     else:
         sums = triangle_sums(own_key, own_value, tables[..., size:])
         if chunks > 1:
-            sums = sums.merge(block_sums(*before, tables[..., :size]))
+            sums = sums.merge(block_sums(before_key, before_value, tables[..., :size]))
     if chunks > 1 and not hides_outside:
         sums = sums.merge(_far_sums(own_key, own_value, first if first is None else starts))
     return sums.map(lambda x: unpadded(x, padding))
@@ -516,7 +517,7 @@ def causal_state(
         count = (first <= tokens).sum(1)
         index = (tokens + begin).clamp_max(length - 1)[:, None, :, None]
         behind = (tokens >= count[:, None])[:, None, :, None]
-        key, new_values = hide(*(x.take_along_dim(index, 2) for x in (key, new_values)), behind)
+        key, new_values = hide(key.take_along_dim(index, 2), new_values.take_along_dim(index, 2), behind)
         place = (tokens - begin).clamp_min(0)[:, None, :, None]
     # The tokens before the window enter as one, whose key is the logarithm of the sum of exp(K + w).
     far = Averages.of(numerator, denominator, maximum)
@@ -540,7 +541,7 @@ def causal_state(
             table = table.masked_fill(hidden, -math.inf)
         sums = block_sums(all_keys.unsqueeze(3), all_values.unsqueeze(3), table, masked=masked)
         average = sums.average.squeeze(3)
-    if place is not None:
+    if first is not None and place is not None:
         average = average.take_along_dim(place, 2).masked_fill((first > tokens)[:, None, :, None], 0.0)
     state = _next_state(far, all_keys[:, :, 1:], all_values[:, :, 1:], window, count, slopes, hides_outside)
     return finish(query, average, value.dtype), state

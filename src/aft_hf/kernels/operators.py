@@ -111,7 +111,7 @@ def _new_factors(gradient: torch.Tensor, *factors: Any) -> tuple[torch.Tensor, .
 
 
 def portable(name: str, *arguments: Any) -> Any:
-    """Compute an operator by PyTorch operations, for what no kernel takes: other dtypes and modes of differentiation."""
+    """Compute an operator by PyTorch operations, for what no kernel takes."""
     if name == "band":
         query, key, start, length, window = arguments
         return Window(query, key, size=window).by_lag(length, start)
@@ -121,7 +121,7 @@ def portable(name: str, *arguments: Any) -> Any:
 def _is_for_kernels(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether operations on tensors run eagerly or compiled, and only reverse-mode gradients are computed.
 
-    False in transforms of torch.func, in forward-mode differentiation, for batched gradients and for tensor subclasses.
+    False in transforms of torch.func and forward-mode differentiation, for batched gradients and tensor subclasses.
     """
     if torch._C._are_functorch_transforms_active():
         return False
