@@ -164,7 +164,7 @@ def visibility_of(
             raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
         starts = (position_ids == 0).expand(batch_size, -1)
     visibility = Visibility.of(mask, starts)
-    if position_ids is not None and boundaries is None and position_ids.device.type == "cpu":
+    if position_ids is not None and starts is not None and boundaries is None and position_ids.device.type == "cpu":
         plain = torch.arange(length, device=position_ids.device)
         wrong = position_ids != plain - torch.where(starts, plain, 0).cummax(1).values
         if visibility is not None:  # they may leave out padding, whose own positions are ignored
@@ -430,10 +430,10 @@ def without_padding(problem: Mixing) -> tuple[Mixing, tuple[torch.Tensor, torch.
     """
     seen: Any = problem.visibility
     key, value = portable.hide(problem.key, problem.value, ~seen.real.unsqueeze(-1))
-    query: Any
     query, order = problem.query, seen.order if problem.biases.ordered or problem.causal else None
     if order is not None:
-        key, value, query = (x if x is None else _moved(x, order[0]) for x in (key, value, query))
+        key, value = _moved(key, order[0]), _moved(value, order[0])
+        query = query if query is None else _moved(query, order[0])
     return replace(problem, key=key, value=value, query=query, visibility=None), order
 
 

@@ -121,8 +121,8 @@ class Averages(NamedTuple):
     def merge(self, other: "Averages") -> "Averages":
         """Return the averages over the positions of both."""
         weight = torch.sigmoid(other.logsumexp - self.logsumexp)
-        # logaddexp takes longer, and has no second derivatives for large differences. Both choices must agree where the
-        # weights round to 1/2: the gradient of two maxima would go to one side alone.
+        # logaddexp takes longer, and has no second derivatives for large differences. Both choices must agree where
+        # the weights round to 1/2: the gradient of two maxima would go to one side alone.
         own = self.logsumexp >= other.logsumexp
         larger = torch.where(own, self.logsumexp, other.logsumexp) - torch.where(own, 1 - weight, weight).log()
         return Averages(torch.lerp(self.average, other.average, weight), larger)

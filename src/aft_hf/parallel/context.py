@@ -57,24 +57,25 @@ def context_parallel(model: nn.Module, group: "ProcessGroup | DeviceMesh") -> It
             classes of this package.
     """
     parallel = ContextParallelism(group.get_group() if hasattr(group, "get_group") else group)
-    for module in [x for x in model.modules() if isinstance(x, PreTrainedModel)] or [model]:
+    models: list[nn.Module] = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+    for module in models or [model]:
         if not isinstance(module, MODELS):
             raise ValueError(
                 f"context_parallel supports {', '.join(x.__name__ for x in MODELS)} of the package aft_hf, got "
                 f"{type(module).__module__}.{type(module).__name__}: use one of these; if it is the code of a "
                 "checkpoint, import aft_hf and load the checkpoint without trust_remote_code"
             )
-    replaced = [(module, name) for module in model.modules() for kind, name in REPLACED if isinstance(module, kind)]
-    surrounding = [vars(module).get(name) for module, name in replaced]
-    for module, name in replaced:
-        vars(module)[name] = partial(getattr(parallel, name), module)
+    replaced = [(part, name) for part in model.modules() for kind, name in REPLACED if isinstance(part, kind)]
+    surrounding = [vars(part).get(name) for part, name in replaced]
+    for part, name in replaced:
+        vars(part)[name] = partial(getattr(parallel, name), part)
     try:
         yield
     finally:
-        for (module, name), method in zip(replaced, surrounding):
-            del vars(module)[name]
+        for (part, name), method in zip(replaced, surrounding):
+            del vars(part)[name]
             if method is not None:
-                vars(module)[name] = method
+                vars(part)[name] = method
 
 
 # The models that compute on shards. Other heads need whole sequences.
