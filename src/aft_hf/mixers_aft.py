@@ -488,7 +488,8 @@ class AFTConv(AFTMixer):
         flat = flat - flat.mean(-1, keepdim=True)
         standard = nn.functional.layer_norm(flat, flat.shape[1:], eps=1e-12 / multiplier**2)
         scale, shift = (widen(x)[:, None] for x in (self.kernel_scale, self.kernel_shift))
-        return multiplier * torch.addcmul(shift, scale, standard).view_as(self.kernel)
+        kernels = torch.addcmul(shift, scale, standard).view_as(self.kernel)
+        return kernels if multiplier == 1.0 else multiplier * kernels
 
     def position_bias_entropy(self) -> torch.Tensor:
         """Return the entropy (nats) of softmax(w) over each head's kernel, summed over the heads (Eq. 9)."""

@@ -206,7 +206,7 @@ class LagKernel(PositionBias):
 
     def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
         kernels = self.kernels.flip(-1) if self.causal else self.kernels[:, : self.reach + 1]
-        return kernels[None, None]
+        return kernels.unflatten(0, (1, 1, -1))
 
     def reversed(self, length: int) -> "LagKernel":
         return replace(self, kernels=self.kernels.flip(-1))

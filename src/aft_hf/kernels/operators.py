@@ -59,7 +59,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from .. import portable_aft
 from ..portable_aft import num_heads
@@ -118,23 +118,27 @@ def portable(name: str, *arguments: Any) -> Any:
     return getattr(portable_aft, name)(*arguments)
 
 
-def _is_for_kernels(tensors: Sequence[torch.Tensor]) -> bool:
+def _is_for_kernels(tensors: Sequence[Any]) -> bool:
     """Whether operations on tensors run eagerly or compiled, and only reverse-mode gradients are computed.
 
     False in transforms of torch.func and forward-mode differentiation, for batched gradients and tensor subclasses.
     """
     if torch._C._are_functorch_transforms_active():
         return False
-    for x in tensors:
-        if type(x) not in PLAIN or torch._C._functorch.is_legacy_batchedtensor(x):
+    dual = forward_ad._current_level >= 0
+    for x in tensors:  # loops, since calls of generators take as long as a small kernel
+        if isinstance(x, torch.Tensor) and (
+            type(x) not in PLAIN
+            or torch._C._functorch.is_legacy_batchedtensor(x)
+            or (dual and forward_ad.unpack_dual(x).tangent is not None)
+        ):
             return False
-    return all(unpack_dual(x).tangent is None for x in tensors)
+    return True
 
 
 def _vmap(name: str, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[torch.Tensor, int]:
     """Compute an operator for each entry of a dimension: the rule for torch.vmap."""
-    operator = getattr(torch.ops.aft_hf_v2, name).default
-    rows = []
+    operator, rows = OPERATORS[name], []
     for i in range(info.batch_size):
         rows.append(operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims))))
     return torch.stack(rows), 0
@@ -142,27 +146,27 @@ def _vmap(name: str, info: Any, in_dims: Sequence[int | None], *arguments: Any) 
 
 def _autograd(name: str, keys: Any, *arguments: Any) -> Any:
     """Compute an operator with gradients: what is registered for autograd."""
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    if not _is_for_kernels(tensors) or not _takes(name, arguments):
+    if not _is_for_kernels(arguments) or not _takes(name, arguments):
         return portable(name, *arguments)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _Function.apply(name, *arguments)
+    if torch.is_grad_enabled():
+        for x in arguments:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return _Function.apply(name, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.aft_hf_v2, name).default(*arguments)
+        return OPERATORS[name](*arguments)
 
 
 def _takes(name: str, arguments: Sequence[Any]) -> bool:
     """Whether kernels take the dtypes and the gate of a problem."""
-    given = arguments[: 2 if name == "band" else 3]
-    dtypes = {x.dtype for x in given if x is not None}
-    if len(dtypes) > 1 or not dtypes.issubset(DTYPES) or (name != "band" and _is_wide(arguments[3:])):
+    query, key, third, *others = arguments
+    if key.dtype not in DTYPES or (query is not None and query.dtype != key.dtype):
         return False
-    return name == "band" or given[0] is None or given[0].shape[-1] > 1 or given[2].shape[-1] == 1
-
-
-def _is_wide(arguments: Sequence[Any]) -> bool:
-    """Whether w is in float64."""
-    return any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in arguments)
+    if name == "band":
+        return True
+    for w in others[:2]:  # the position biases
+        if isinstance(w, torch.Tensor) and w.dtype == torch.float64:
+            return False
+    return third.dtype == key.dtype and (query is None or query.shape[-1] > 1 or third.shape[-1] == 1)
 
 
 class _Function(torch.autograd.Function):
@@ -173,11 +177,10 @@ class _Function(torch.autograd.Function):
         ctx.name, ctx.others = name, [None if isinstance(x, torch.Tensor) else x for x in arguments]
         kept: tuple[torch.Tensor, ...] = ()
         with torch._C._AutoDispatchBelowAutograd():
-            keeping = getattr(torch.ops.aft_hf_v2, f"{name}_keeping", None)
-            if keeping is not None and arguments[2].device.type in KEEPING:
-                output, *kept = keeping.default(*arguments)
+            if KEEPING and name != "band" and arguments[2].device.type in KEEPING:
+                output, *kept = getattr(torch.ops.aft_hf_v2, f"{name}_keeping").default(*arguments)
             else:
-                output = getattr(torch.ops.aft_hf_v2, name).default(*arguments)
+                output = OPERATORS[name](*arguments)
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in arguments), *kept)
         return output
 
@@ -396,3 +399,5 @@ def _register_all() -> None:
 
 if not REGISTERED:
     _register_all()
+# The overloads, which are looked up once.
+OPERATORS: dict[str, Any] = {name: getattr(torch.ops.aft_hf_v2, name).default for name in ARGUMENTS}
