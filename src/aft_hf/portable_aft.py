@@ -283,7 +283,7 @@ def _decayed(sums: Averages, decay: torch.Tensor | None) -> Averages:
     """Return sums as seen from the next position; nothing where that starts a document."""
     if decay is None:
         return sums
-    if decay.shape[1] == 1:
+    if decay.shape[1] < sums.logsumexp.shape[1]:
         return sums.shifted(-decay)
     return sums.shifted(-decay).hidden(decay > -EMPTY / 2)
 
