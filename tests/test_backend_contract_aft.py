@@ -42,7 +42,7 @@ full = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=4)
 full_table = partial(AFTFull, WIDTH, LONGEST, position_bias_dim=None)
 local = partial(AFTLocal, WIDTH, LONGEST, 3, position_bias_dim=4)
 local_wide = partial(AFTLocal, WIDTH, LONGEST, 40, position_bias_dim=4)  # wider than a chunk
-local_table = partial(AFTLocal, WIDTH, LONGEST, 5, position_bias_dim=None)
+local_table = partial(AFTLocal, WIDTH, LONGEST, window_size=5, position_bias_dim=None)
 sequence = partial(AFTConv, WIDTH, num_heads=2, kernel_size=5, spatial_dims=1)
 grid = partial(AFTConv, WIDTH, num_heads=2, kernel_size=3)
 CAUSAL, ALONE, NAIVE = {"causal": True}, {"global_connectivity": False}, {"reparameterized": False}
@@ -57,6 +57,7 @@ STRUCTURES = {
     "full causal, 2 heads": partial(full, num_heads=2, **CAUSAL),
     "full causal, table": partial(full_table, **CAUSAL),
     "local": local,
+    "local, window of 1": partial(local_table, window_size=1),
     "local, wide": local_wide,
     "local, table, 2 heads": partial(local_table, num_heads=2),
     "local, window alone": partial(local, **ALONE),
@@ -70,6 +71,7 @@ STRUCTURES = {
     "simple causal": partial(AFTSimple, WIDTH, **CAUSAL),
     "simple causal, 2 heads": partial(AFTSimple, WIDTH, num_heads=2, **CAUSAL),
     "conv": sequence,
+    "conv, kernel of 1": partial(sequence, kernel_size=1, **NAIVE),
     "conv, wide": partial(sequence, kernel_size=81),
     "conv, window alone": partial(sequence, **ALONE),
     "conv, selected": partial(sequence, **SELECTED),

@@ -15,7 +15,7 @@ from transformers import (
     ViTModel,
 )
 
-from aft_hf import AFTAlibi, AFTConv
+from aft_hf import AFTAlibi, AFTConv, AFTSimple
 from aft_hf.caching_aft import AFTLayerState
 
 
@@ -380,3 +380,22 @@ def test_steps_run_in_full_precision_under_autocast():
         projection.register_forward_hook(lambda *_: torch.set_autocast_enabled("cpu", True))
     with torch.autocast("cpu"):
         assert torch.equal(mixer(hidden[:, 9:], state=twin), expected)
+
+
+@pytest.mark.parametrize("first", (False, True), ids=("without gradients", "with gradients"))
+def test_a_step_without_gradients_ends_the_graph_of_the_steps_before_it(first):
+    torch.manual_seed(0)
+    mixer, x = AFTSimple(8, causal=True), torch.randn(2, 6, 8)
+    state = AFTLayerState(mixer.state_window)
+    with torch.set_grad_enabled(first):
+        before = mixer(x[:, :3], state=state)
+    with torch.no_grad():
+        mixer(x[:, 3:5], state=state)
+    (found,) = torch.autograd.grad(mixer(x[:, 5:], state=state).sum(), [mixer.v_proj.weight])
+    constant = AFTLayerState(mixer.state_window)
+    with torch.no_grad():
+        mixer(x[:, :5], state=constant)
+    (expected,) = torch.autograd.grad(mixer(x[:, 5:], state=constant).sum(), [mixer.v_proj.weight])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    if first:
+        before.sum().backward()  # what the first step kept is unchanged

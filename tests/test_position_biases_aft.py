@@ -109,12 +109,7 @@ def test_w_is_computed_in_float32_at_least(dtype):
 
 
 @pytest.mark.parametrize("make", (lambda: Dense(*factors()), lambda: Dense(table()), lambda: Window(table(), size=3)))
-@pytest.mark.parametrize("start", (-3, 0, 2, POSITIONS - 2))
-def test_biases_from_a_position_on_are_those_of_its_tokens(make, start):
-    biases, length = make(), 5
-    found = biases.from_position(start, length).dense(length)
-    inside = [t for t in range(length) if 0 <= start + t < POSITIONS]
-    places = torch.tensor([start + t for t in inside])
-    expected = biases.dense(POSITIONS)[:, places][:, :, places]
-    torch.testing.assert_close(found[:, inside][:, :, inside], expected)
-    assert found.shape == (HEADS, length, length)
+@pytest.mark.parametrize("length", (1, 4, POSITIONS))
+def test_reversed_biases_are_those_of_the_reversed_sequence(make, length):
+    biases = make()
+    torch.testing.assert_close(biases.reversed(length).dense(length), biases.dense(length).flip(1, 2))

@@ -6,6 +6,7 @@ none for `simple` and `alibi`, a window for `local` and `conv`, all for `full`.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -118,8 +119,8 @@ class AFTLayerState(CacheLayerMixin):
     def store(self, **tensors: torch.Tensor) -> None:
         """Set the named tensors of the state, in place if they have no gradients."""
         for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                setattr(self, name, tensor.contiguous())
+            if tensor.requires_grad or getattr(self, name).requires_grad:
+                setattr(self, name, tensor.clone(memory_format=torch.contiguous_format))
             else:
                 getattr(self, name).copy_(tensor)
 
@@ -143,7 +144,7 @@ class AFTLayerState(CacheLayerMixin):
         elif self.window is None:
             context = self._mix_full(problem, count, implementation)
         else:
-            w = window_and_slopes(problem, self._position(biases))
+            w = window_and_slopes(problem, implementation, self._position(biases))
             given = problem.query, problem.key, problem.value, *w, first, biases.hides_outside
             context = self._mix_constant(given, implementation)
         self.count(length, count)
@@ -152,9 +153,9 @@ class AFTLayerState(CacheLayerMixin):
     def _mix_constant(self, given: tuple[Any, ...], implementation: str) -> torch.Tensor:
         """Compute and add tokens, given the arguments of the operator `causal`."""
         state = tuple(getattr(self, name) for name in SUMS_AND_WINDOW)
-        needs_gradients = torch.is_grad_enabled() and any(
-            x.requires_grad for x in (*given, *state) if isinstance(x, torch.Tensor)
-        )
+        # The graph of an earlier step may need the tensors of the state.
+        tensors = (*given, *state) if torch.is_grad_enabled() else state
+        needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))
         if uses_operator("causal_state", implementation, self.device) and not needs_gradients:
             return torch.ops.aft_hf_v2.causal_state(*given, *state)
         context, following = portable.causal_state(*given, *state)
@@ -187,7 +188,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def _position(self, biases: Any) -> int | torch.Tensor:
         """Return the position of the next token, one per row (B,) if they differ and w depends on the position."""
-        if biases.relative:
+        if biases.relative or self.is_empty:
             return 0
         return self.seen if self.padded else self.cumulative_length
 
@@ -288,6 +289,11 @@ class AFTCache(Cache):
 
     def __init__(self, windows: list[int | None], max_length: int | None = None):
         super().__init__(layers=[AFTLayerState(window, max_length) for window in windows])
+
+    def __copy__(self) -> "AFTCache":
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self) | {"layers": [copy(layer) for layer in self.layers]})
+        return other
 
     def nbytes(self) -> int:
         """Size of the cache in bytes."""

@@ -26,7 +26,8 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
         empty = AFTLayerState(window)
         widths = mixer.k_proj.out_features, mixer.v_proj.out_features
         empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
-        state |= {f"{index}.{name}": getattr(empty, name) for name in SUMS_AND_WINDOW}
+        # Sums in float32 here: few programs that run ONNX have kernels for float64.
+        state |= {f"{index}.{name}": getattr(empty, name).float() for name in SUMS_AND_WINDOW}
     # Layers without a window have no keys and values.
     return {name: tensor for name, tensor in state.items() if tensor.numel() > 0}
 
@@ -99,7 +100,7 @@ class _StepState(AFTLayerState):
         for name in SUMS_AND_WINDOW[2:]:
             setattr(self, name, state[f"{index}.{name}"])
         self.keys, self.values = (
-            state.get(f"{index}.{name}", like[:, :, :0])
+            state.get(f"{index}.{name}", like[:, :, :0].to(self.maximum.dtype))
             for name, like in (("keys", self.maximum), ("values", self.numerator))
         )
         # `seen` is `cumulative_length - padding`, and the program does not depend on the length.

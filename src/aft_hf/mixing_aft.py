@@ -10,7 +10,7 @@ aft-hf if the device has one, and otherwise by the portable form (`portable_aft.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .position_biases_aft import (
     Dense,
     GridKernel,
     LagKernel,
+    NoBias,
     PositionBias,
     Window,
     widen,
@@ -95,19 +96,21 @@ class Visibility:
         position = before - torch.where(begins, before, 0).cummax(1).values
         first_seen = torch.where(real & (position == 0), places, 0).cummax(1).values
         holes = real & (places - first_seen != position)
+        if like.numel() == 0:
+            return None
         known = None
         if may_read and not torch.compiler.is_compiling():
-            known = read(torch.stack([(~real).any(), begins[:, 1:].any(), holes.any(), (~real[:, :1]).any()]))
-        padded, packed, has_holes, leads = known or (True, starts is not None, mask is not None, True)
+            facts = ~real, begins[:, 1:], holes, ~real[:, :1]
+            known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
+        padded, packed, has_holes, leads, longest = known or (True, starts is not None, mask is not None, True, None)
         if not (padded or packed):
             return None
-        longest = read(torch.where(real, position + 1, 0).amax() if real.numel() else places.sum()) if known else None
         order = None
         if not packed and (has_holes or leads):
             back = torch.where(real, position, real.sum(1, keepdim=True) + (~real).cumsum(1) - 1)
             order = (~real).long().argsort(dim=1, stable=True), back
         first = None if has_holes else first_seen.masked_fill(~real, like.shape[1])
-        return cls(real, begins.cumsum(1), position, first, packed, longest, order)
+        return cls(real, begins.cumsum(1), position, first, bool(packed), longest, order)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Visibility":
         """Return a copy on another device, as hooks of models that are dispatched to several devices need."""
@@ -123,6 +126,7 @@ class Visibility:
         document = torch.where(self.real, self.document, 0)
         return (document[:, :, None] == document[:, None, :]) & self.real[:, None]
 
+    @cached_property
     def rows(self) -> "list[torch.Tensor] | None":
         """Return the documents as rows, (N, L) indices into the tokens of the batch, B T after the end of a document:
         a batch for all documents whose lengths have the same next power of two. None in a traced program.
@@ -292,21 +296,22 @@ def uses_operator(name: str, implementation: str, device: torch.device) -> bool:
     return implementation == "auto" and not torch.compiler.is_exporting() and provides(name, device.type)
 
 
-def window_and_slopes(problem: Mixing, start: int | torch.Tensor = 0) -> tuple[torch.Tensor | None, ...]:
+def window_and_slopes(
+    problem: Mixing, implementation: str, start: int | torch.Tensor = 0
+) -> tuple[torch.Tensor | None, ...]:
     """Return w as the causal operators take it; the first token has position `start`."""
     biases, length, dtype = problem.biases, problem.length, working_dtype(problem.value)
     if (
         isinstance(biases, Window)
         and biases.key is not None
         and not isinstance(start, torch.Tensor)
-        and uses_operator("band", "auto", problem.value.device)
+        and uses_operator("band", implementation, problem.value.device)
     ):
         bias = torch.ops.aft_hf_v2.band(biases.query, biases.key, start, length, biases.size)
         bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
     else:
         bias = biases.by_lag(length, start)
-    slopes = biases.slopes
-    return None if bias is None else bias.to(dtype), None if slopes is None else slopes.to(dtype)
+    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in (bias, biases.slopes))
 
 
 def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
@@ -359,7 +364,7 @@ def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
     elif is_lag and on_both_sides and not biases.hides_outside and uses_operator("grid", implementation, device):
         kernels = biases.kernels.to(working_dtype(value)).unsqueeze(1)
         return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, False)
-    elif not problem.causal and biases.reach == 0:  # w = 0
+    elif not problem.causal and isinstance(biases, NoBias):
         average = portable.total(*(x.unsqueeze(3) for x in portable.by_head(key, value, heads))).average
         return portable.finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
     elif on_both_sides and (
@@ -393,7 +398,7 @@ def mix_causal(
     without `first` have positions from `start` on.
     """
     query, key, value = problem.query, problem.key, problem.value
-    window, slopes = window_and_slopes(problem, start)
+    window, slopes = window_and_slopes(problem, implementation, start)
     if window is None and key.shape != value.shape:  # without a window, keys are per feature
         key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
     run = torch.ops.aft_hf_v2.causal if uses_operator("causal", implementation, value.device) else portable.causal
@@ -409,7 +414,7 @@ def _pairwise(problem: Mixing) -> torch.Tensor:
 def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     """Compute packed documents as rows of their own, documents of about the same length in one batch."""
     seen: Any = problem.visibility
-    if (rows := seen.rows()) is None:
+    if (rows := seen.rows) is None:
         return _pairwise(problem)
     value = problem.value
     context = value.new_zeros(value.shape[0] * value.shape[1] + 1, value.shape[2])

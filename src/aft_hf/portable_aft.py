@@ -360,15 +360,17 @@ LARGEST_GRID_TABLE = 2**22
 
 
 def by_head(key: torch.Tensor, value: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys (B, h, T, k), where infinity is NaN, and values (B, h, T, c)."""
+    """Return keys (B, h, T, k) and values (B, h, T, c): NaN where a key is NaN or infinite, and 0 where it is -inf."""
     key, value = (widen(split_heads(x, heads)) for x in (key, value))
-    return key.masked_fill(key == math.inf, math.nan), value
+    key = key.masked_fill(key == math.inf, math.nan)
+    return key, value.masked_fill(key == -math.inf, 0.0).masked_fill(key.isnan(), math.nan)
 
 
 def finish(query: torch.Tensor | None, average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Join the heads of averages (B, h, T, c), and multiply by the gate if there is one."""
     context = join_heads(average)
-    return (context if query is None else torch.sigmoid(widen(query)) * context).to(dtype)
+    context = context if query is None else torch.sigmoid(widen(query)) * context
+    return context if context.dtype == dtype else context.to(dtype)
 
 
 def num_heads(bias: torch.Tensor | None, slopes: torch.Tensor | None) -> int:
@@ -410,7 +412,8 @@ def causal_averages(
         key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
         decay = decay if decay is None else decay.repeat(batch, 1, 1, 1)
     if bias is not None:
-        sums = _window_sums(key, value, bias.to(key.dtype), first, hides_outside)
+        bias = bias if bias.dtype == key.dtype else bias.to(key.dtype)
+        sums = _window_sums(key, value, bias, first, hides_outside)
     else:
         if first is not None:  # all tokens but those that continue a document start anew
             starts = (first >= tokens).to(key.dtype).repeat_interleave(heads, 0)[..., None, None] * -EMPTY

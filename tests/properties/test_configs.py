@@ -157,7 +157,6 @@ def check(values: dict, dtype: torch.dtype) -> None:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             loaded = type(model).from_pretrained(directory, dtype=dtype)
-            assert loaded.config == model.config
             for name, value in values.items():
                 stated = value is not None and hasattr(config, name)  # a model without a limit states none
                 assert not stated or getattr(loaded.config, name) == (list(value) if name == "image_size" else value)
