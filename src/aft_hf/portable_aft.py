@@ -78,6 +78,9 @@ FLOOR = -82.0
 # The logarithm of the smallest denominator that cannot have lost significant terms to underflow.
 LOST = -60.0
 
+# Denominators below this are not divided by.
+SMALLEST = math.exp(-70.0)
+
 # Where values cannot be read, biases are raised to the largest bias in their row of a table minus this.
 LARGEST_SPAN = 65.0
 
@@ -102,8 +105,8 @@ class Averages(NamedTuple):
     @classmethod
     def of(cls, numerator: torch.Tensor, denominator: torch.Tensor, maximum: torch.Tensor | float) -> "Averages":
         """Return the averages for the sums of exp(K + w) V and exp(K + w), both divided by exp(maximum)."""
-        # Not clamped to the smallest number: gradients of queries that see no key would overflow.
-        denominator = nn.functional.threshold(denominator, torch.finfo(denominator.dtype).tiny, 1.0)
+        # Smaller ones are those of queries that see no key, or are computed again: their gradients would overflow.
+        denominator = nn.functional.threshold(denominator, SMALLEST, 1.0)
         return cls(numerator / denominator, maximum + denominator.log())
 
     def shifted(self, exponent: torch.Tensor | float) -> "Averages":
