@@ -399,3 +399,25 @@ def test_a_step_without_gradients_ends_the_graph_of_the_steps_before_it(first):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     if first:
         before.sum().backward()  # what the first step kept is unchanged
+
+
+@pytest.mark.parametrize("name", ("local", "all portable"))
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.batch_repeat_interleave(1),
+        lambda cache: cache.layers.__setitem__(slice(None), map(copy.copy, cache.layers)),
+        lambda cache: cache.layers.__setitem__(slice(None), copy.deepcopy(cache.layers)),
+    ),
+    ids=("reordered", "repeated", "copied", "deeply copied"),
+)
+def test_a_cache_that_was_changed_in_inference_mode_takes_tokens_outside_of_it(name, change):
+    model, ids = build(name), tokens(2, 6)
+    with torch.inference_mode():
+        cache = model(ids[:, :5], attention_mask=torch.ones(2, 5), use_cache=True).cache
+        change(cache)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, 5] = 0
+    with torch.no_grad():
+        assert model(ids[:, 5:], attention_mask=mask, cache=cache).logits.isfinite().all()

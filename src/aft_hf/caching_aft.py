@@ -72,10 +72,14 @@ class AFTLayerState(CacheLayerMixin):
         self.is_empty = True
 
     def __copy__(self) -> "AFTLayerState":
-        # With tensors of its own, since new tokens update them in place.
+        # With tensors of its own, since new tokens update them in place, also outside of inference mode.
         other = type(self).__new__(type(self))
-        vars(other).update({name: x.clone() if torch.is_tensor(x) else x for name, x in vars(self).items()})
+        with torch.inference_mode(False):
+            vars(other).update({name: x.clone() if torch.is_tensor(x) else x for name, x in vars(self).items()})
         return other
+
+    def __deepcopy__(self, memo: Any) -> "AFTLayerState":
+        return self.__copy__()
 
     def reset(self) -> None:
         """Empty the state; a static one in place once its tensors are allocated."""
@@ -248,8 +252,10 @@ class AFTLayerState(CacheLayerMixin):
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name, tensor in self._tensors().items():
-            changed = function(tensor)
-            if self.is_compileable and changed.shape == tensor.shape and changed.device == tensor.device:
+            with torch.inference_mode(False):  # new tokens may be added outside of inference mode
+                changed = function(tensor)
+            in_place = self.is_compileable and not tensor.is_inference()
+            if in_place and changed.shape == tensor.shape and changed.device == tensor.device:
                 tensor.copy_(changed)
             else:
                 setattr(self, name, changed)
