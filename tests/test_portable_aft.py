@@ -1,14 +1,15 @@
 """The algorithms of the portable backend for large problems, tested on small problems."""
 
 import copy
+import math
 
 import pytest
 import torch
 
 import aft_hf.portable_aft as portable
 from aft_hf import AFTConv, AFTLocal, mixing_aft
-from aft_hf.mixing_aft import Mixing, mix
-from aft_hf.position_biases_aft import Dense, GridKernel
+from aft_hf.mixing_aft import Mixing, Visibility, mix
+from aft_hf.position_biases_aft import Dense, GridKernel, LinearDecay, NoBias
 
 
 WIDTH, GRID = 6, (9, 8)
@@ -111,3 +112,39 @@ def test_a_merge_has_the_gradient_of_both_sides_where_their_logarithms_differ_by
         portable.Averages(torch.zeros(1), sums[:1]).merge(portable.Averages(torch.zeros(1), sums[1:])).logsumexp, sums
     )
     torch.testing.assert_close(merged, sums.detach().softmax(0))
+
+
+@pytest.mark.parametrize("biases", (NoBias(1), LinearDecay(torch.ones(1))), ids=("simple", "alibi"))
+def test_two_documents_of_one_token_do_not_see_each_other(biases):
+    value, starts = torch.tensor([[[5.0], [7.0]]]), torch.tensor([[True, True]])
+    for hostile in (1e4, math.nan):
+        key = torch.tensor([[[hostile], [0.0]]])
+        found = mix(Mixing(key, value, 1, biases, True, visibility=Visibility.of(None, starts)), "portable")
+        assert found[0, 1] == 7.0
+    key = torch.tensor([[[-math.inf], [-math.inf]]])
+    seen = Visibility.of(None, starts)
+    assert mix(Mixing(key, value, 1, biases, True, visibility=seen), "portable").eq(0).all()
+
+
+@pytest.mark.parametrize("length", (1, 3))
+@pytest.mark.parametrize(
+    "biases, causal",
+    ((NoBias(1), False), (NoBias(1), True), (LinearDecay(torch.ones(1)), True), (Dense(torch.zeros(1, 3, 3)), True)),
+)
+def test_the_first_token_is_nan_if_its_key_is_nan_and_0_if_it_is_hidden(biases, causal, length):
+    value = torch.full((1, length, 1), 3.0)
+    for special, expected in ((math.nan, math.nan), (-math.inf, 0.0 if causal or length == 1 else 3.0)):
+        key = torch.zeros(1, length, 1)
+        key[:, 0] = special
+        found = mix(Mixing(key, value, 1, biases, causal), "portable")[0, 0, 0]
+        torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
+
+
+def test_gradients_are_finite_where_a_query_sees_only_what_is_almost_lost():
+    """The denominator of the first query is just above the smallest number before it is computed by its logits."""
+    key = torch.tensor([0.0, -47.0, -math.inf]).view(1, 3, 1, 1).requires_grad_()
+    value = torch.full((1, 3, 1, 1), 10.0, requires_grad=True)
+    bias = torch.tensor([[[-math.inf, -40.0, 0.0], [0.0, 0.0, 0.0]]], requires_grad=True)
+    average = portable.block_sums(key, value, bias, masked=True).average
+    gradients = torch.autograd.grad(average.sum(), [key, value, bias])
+    assert average[0, 0] == 10.0 and all(x.isfinite().all() for x in gradients)
