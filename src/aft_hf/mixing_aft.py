@@ -1,4 +1,5 @@
-"""The AFT operation: what is asked (`Mixing`), the reference (Eq. 2 as printed), and `mix`, which chooses a form.
+"""The AFT operation: a problem (`Mixing`), who sees whom (`Visibility`), the reference (Eq. 2 as printed), and `mix`,
+which chooses a form.
 
 Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103) mix positions by
 
@@ -181,7 +182,7 @@ def visibility_of(
     return visibility
 
 
-# -------- what is asked
+# -------- problems
 
 
 @dataclass(frozen=True, eq=False)
