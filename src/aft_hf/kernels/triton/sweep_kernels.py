@@ -1,0 +1,559 @@
+"""Triton kernels for causal Eq. 2 with a window of position biases: sweeps over the chunks of a sequence.
+
+A program computes all chunks of C tokens of a segment for one block of features, with the sums over the tokens before
+the window in registers. The window enters as tiles A = exp(w - a_t) of C queries and C keys, of which NEAR chunks
+before the queries' own one have biases; a_t is the largest w of query t. Tiles are made once per call.
+
+Products are relative to the largest key m so far. This is exact unless a chunk has a key far above all before it.
+Such chunks are flagged per feature, and `repair_kernel` and `repair_backward_kernel` compute them key by key. CHECK:
+some queries do not see the first tokens (documents, or a window alone), so m is the largest key of the window, and
+denominators tell which chunks to repair.
+
+Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 logarithms of denominators, here without
+a_t. `causal_launch.py` launches these kernels.
+"""
+
+from .device import EMPTY, LOG2E, _divide, _largest, _log2, tl, triton
+from .walk_kernels import _join, _load_sums, _store_sums
+
+
+SAFE = tl.constexpr(60.0)  # the largest log-ratio between the reference of a product and its result
+TINY = tl.constexpr(8.8e-27)  # exp(-SAFE)
+
+
+@triton.jit
+def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr,
+             KEY_PER_HEAD: tl.constexpr):  # fmt: skip
+    """The row, segment, head and block of features of a program, its features, which of them exist, and their keys."""
+    pid = tl.program_id(0)
+    f, s, b = pid % (HEADS * BLOCKS), pid // (HEADS * BLOCKS) % S, (pid // (HEADS * BLOCKS) // S).to(tl.int64)
+    own, head = f % BLOCKS * BD + tl.arange(0, BD), f // BLOCKS
+    features = head * HEAD + own
+    keys = features
+    if KEY_PER_HEAD:
+        keys = features * 0 + head
+    return b, s, head, f, features, own < HEAD, keys
+
+
+@triton.jit
+def _dot(a, x, PRECISION: tl.constexpr):
+    if PRECISION == "bf16":
+        return tl.dot(a, x.to(tl.bfloat16))
+    return tl.dot(a, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _starts(first_ptr, b, t, T, DOCUMENTS: tl.constexpr):
+    """The first token that each token sees; T or more for hidden ones."""
+    if DOCUMENTS:
+        return tl.load(first_ptr + b * T + t, (t >= 0) & (t < T), T).to(tl.int32)
+    return tl.where((t >= 0) & (t < T), 0, T)
+
+
+@triton.jit
+def _tile(ptr, t, step, features, inside, other: tl.constexpr):
+    return tl.load(ptr + (t[:, None] * step + features[None, :]), inside, other).to(tl.float32)
+
+
+@triton.jit
+def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS: tl.constexpr):
+    """Load keys, and values relative to a center: -inf and 0 for hidden tokens, whose values may be NaN."""
+    inside = ((t >= 0) & (t < T))[:, None] & exists[None, :]
+    k, v = _tile(k_ptr, t, kt, keys, inside, -float("inf")), _tile(v_ptr, t, vt, features, inside, 0.0)
+    if DOCUMENTS:
+        k = tl.where((start > t)[:, None], -float("inf"), k)
+    return k, tl.where(k > -float("inf"), v - center[None, :], 0.0)
+
+
+@triton.jit
+def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE: tl.constexpr):
+    """Load w between queries t and keys u, which are broadcast against each other: -inf where u is hidden from t."""
+    lag, place = t - u, tl.maximum(tl.minimum(t - start - past, positions - 1), 0).to(tl.int64) * w_position
+    visible, inside = (lag >= 0) & (u >= start), (lag >= 0) & (lag < size) & (u >= start)
+    w = tl.load(w_ptr + (place + (w_base - lag)), inside, 0.0).to(tl.float32)
+    if ALONE:
+        return tl.where(inside, w, -float("inf"))
+    return tl.where(visible, w, -float("inf"))
+
+
+@triton.jit
+def tiles_kernel(
+    w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
+    T, N, NT, positions, past, size, w_row, w_position, w_head, w_base,
+    HEADS: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Make A, (rows, h, NT, C, (NEAR + 1) C), and with BACKWARD its transposes by chunks of keys; the largest w of each
+    query; the weight of the tokens before the near chunks, 0 if it does not see any; and the spread of w.
+    """
+    pid = tl.program_id(0)
+    n, head, b = pid % NT, pid // NT % HEADS, (pid // NT // HEADS).to(tl.int64)
+    i = tl.arange(0, C)
+    t = n * C + i
+    start = _starts(first_ptr, b, t, T, DOCUMENTS)
+    w_ptr += b * w_row + head * w_head
+    outside = (start < (n - NEAR) * C) & (t >= start)
+    if ALONE:
+        outside = outside & (t < 0)
+    top, low = tl.where(outside, 0.0, EMPTY), tl.where(outside, 0.0, -EMPTY)
+    for j in range(NEAR + 1):
+        u = (n - NEAR + j) * C + i
+        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, ALONE)
+        top = tl.maximum(top, tl.max(w, 1))
+        low = tl.minimum(low, tl.min(tl.where(w > -float("inf"), w, -EMPTY), 1))
+    tl.store(top_ptr + pid.to(tl.int64) * C + i, top)
+    tl.store(far_ptr + pid.to(tl.int64) * C + i, tl.where(outside, tl.exp2(-top * LOG2E), 0.0))
+    tl.store(spread_ptr + pid, tl.maximum(tl.max(top - low), 0.0))
+    for j in range(NEAR + 1):
+        u = (n - NEAR + j) * C + i
+        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, ALONE)
+        a = tl.exp2((w - top[:, None]) * LOG2E).to(a_ptr.dtype.element_ty)
+        tl.store(a_ptr + (pid.to(tl.int64) * C + i[:, None]) * ((NEAR + 1) * C) + j * C + i[None, :], a)
+        if BACKWARD:
+            of_keys = (b * HEADS + head) * NT + n - NEAR + j
+            to = b_ptr + (of_keys * C + i[None, :]) * ((NEAR + 1) * C) + (NEAR - j) * C + i[:, None]
+            tl.store(to, a, n - NEAR + j >= 0)
+
+
+@triton.jit
+def sweep_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, far_ptr, spread_ptr, first_ptr, sums_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr,
+    state_ptr, m_ptr, n_ptr, d_ptr, T, N, NT, D, S, each, rows, key_width, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
+    INITIAL: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
+    CHECK: tl.constexpr = DOCUMENTS or ALONE
+    b, s, head, f, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
+    if GATED:
+        q_ptr += b * qb
+    if KEEP:
+        c_ptr, l_ptr = c_ptr + b * T * D, l_ptr + b * T * D
+    tiles = (b * rows * HEADS + head) * NT
+    i = tl.arange(0, C)
+    M, N0, D0 = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    first_chunk, end = s * each, tl.minimum(s * each + each, N)
+    center = tl.load(v_ptr + (first_chunk * C * vt + features), exists, 0.0).to(tl.float32)
+    center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
+    if DOCUMENTS:
+        center = center * 0.0
+    if INITIAL:
+        M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY)
+        N0 = tl.load(n_ptr + b * D + features, exists, 0.0)
+        D0 = tl.load(d_ptr + b * key_width + keys, exists, 0.0)
+    if SEGMENTS:
+        for earlier in range(s):
+            top, num, den, age, length = _load_sums(sums_ptr + (b * S + earlier) * 5 * D, features, D, exists)
+            M, age, N0, D0 = _join(M, age, N0, D0, top, num, den, age, length, 0.0, LOG2E)
+    N0 -= center * D0
+    far_top = M
+    if not CHECK:  # the largest key that all queries of the first chunk see
+        for j in tl.range(NEAR):
+            t = (first_chunk - NEAR + j) * C + i
+            inside = (t >= 0)[:, None] & exists[None, :]
+            M = tl.maximum(M, tl.max(_tile(k_ptr, t, kt, keys, inside, -float("inf")), 0))
+        known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
+        M = tl.maximum(M, known)
+    for n in range(first_chunk, end):
+        t = n * C + i
+        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+        oldest, begin, kept = (n - NEAR) * C, 0, True
+        if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
+            begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
+            kept = begin < oldest
+            # A document may not change the rounding of another one
+            whole = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1) <= tl.maximum(oldest, 0)
+            mine = tl.load(v_ptr + (n * C * vt + features), exists, 0.0).to(tl.float32)
+            mine = tl.where(whole & (tl.abs(mine) < float("inf")), mine, 0.0)
+            N0, center = N0 + (center - mine) * D0, mine
+        k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
+        own = _largest(k + v * 0.0)
+        m = tl.maximum(M, own)
+        if CHECK:
+            m = tl.maximum(far_top, tl.max(k, 0))
+            if ALONE:
+                m = tl.maximum(tl.max(k, 0), EMPTY)
+            for j in tl.range(NEAR):
+                u = oldest + j * C + i
+                x, _ = _keys(
+                    k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                    DOCUMENTS)  # fmt: skip
+                m = tl.maximum(m, tl.max(x, 0))
+        tile = tiles + tl.minimum(n, NT - 1)
+        a_at = a_ptr + (tile * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
+        num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+        top0, num0, den0 = far_top, N0, D0
+        if not ALONE:
+            r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
+            num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
+            if CHECK:  # the sums may be NaN, which rows of another document do not see
+                num, den = tl.where(far > 0.0, num, 0.0), tl.where(far > 0.0, den, 0.0)
+        k2, v2, u = k, v, t
+        if NEAR > 0:
+            u = oldest + i
+            k2, v2 = _keys(
+                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                DOCUMENTS)  # fmt: skip
+        p = tl.exp2((k2 - m[None, :]) * LOG2E)
+        pv = p * v2
+        if CHECK and not ALONE:
+            k2 = tl.where((u >= begin)[:, None], k2, -float("inf"))
+            far_top = tl.maximum(tl.where(kept, far_top, EMPTY), tl.max(k2, 0))
+            fade, joining = tl.exp2((top0 - far_top) * LOG2E), tl.exp2((k2 - far_top[None, :]) * LOG2E)
+            N0 = tl.where(kept, N0 * fade, 0.0) + tl.sum(tl.where((u >= begin)[:, None], joining * v2, 0.0), 0)
+            D0 = tl.where(kept, D0 * fade, 0.0) + tl.sum(joining, 0)
+        elif not ALONE:
+            N0, D0, far_top = N0 * r + tl.sum(pv, 0), D0 * r + tl.sum(p, 0), m
+        num += _dot(tl.load(a_at), pv, PRECISION)
+        den += _dot(tl.load(a_at), p, PRECISION)
+        for j in tl.range(1, NEAR):
+            u = oldest + j * C + i
+            k2, v2 = _keys(
+                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                DOCUMENTS)  # fmt: skip
+            p = tl.exp2((k2 - m[None, :]) * LOG2E)
+            num += _dot(tl.load(a_at + j * C), p * v2, PRECISION)
+            den += _dot(tl.load(a_at + j * C), p, PRECISION)
+        if NEAR > 0:
+            p = tl.exp2((k - m[None, :]) * LOG2E)
+            num += _dot(tl.load(a_at + NEAR * C), p * v, PRECISION)
+            den += _dot(tl.load(a_at + NEAR * C), p, PRECISION)
+        if CHECK:
+            right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
+            bad = tl.min(right.to(tl.int32), 0) == 0
+        else:
+            bad = ~(own - M + tl.load(spread_ptr + tile) <= SAFE)
+        M = m
+        of_chunk = (b * N + n) * D + features
+        tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
+        state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
+        tl.store(state_at, top0, bad)
+        tl.store(state_at + D, num0, bad)
+        tl.store(state_at + 2 * D, den0, bad)
+        tl.store(state_at + 3 * D, center, bad)
+        some, inside, gate = den != 0.0, (t < T)[:, None] & exists[None, :], 1.0
+        den, at = tl.where(some, den, 1.0), t[:, None] * D + features[None, :]
+        if GATED:
+            gate = 1.0 + tl.exp2(tl.minimum(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E, 60.0))
+        if KEEP:
+            tl.store(c_ptr + at, _divide(num, den).to(c_ptr.dtype.element_ty), inside)
+            tl.store(l_ptr + at, tl.where(some, _log2(den), float("inf")), inside)
+            tl.store(r_ptr + of_chunk + (b * N + n) * D, tl.where(m > EMPTY, m, 0.0), exists)
+            tl.store(r_ptr + of_chunk + (b * N + n + 1) * D, center, exists)
+        y = _divide(num + center[None, :] * den, den * gate)
+        tl.store(y_ptr + at, tl.where(some, y, 0.0).to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def repair_kernel(
+    q_ptr, k_ptr, v_ptr, w_ptr, top_ptr, first_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr, state_ptr,
+    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of the flagged features of a chunk key by key."""
+    b, n, head, f, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    of_chunk = (b * N + n) * D + features
+    bad = exists & (tl.load(flag_ptr + of_chunk, exists, 0) != 0)
+    if tl.max(bad.to(tl.int32)) > 0:
+        i = tl.arange(0, C)
+        t, oldest = n * C + i, (n - NEAR) * C
+        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+        w_ptr += b * w_row + head * w_head
+        num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+        top = tl.zeros((C, BD), tl.float32) + EMPTY
+        state_at = state_ptr + (b * N + n) * 4 * D + features
+        center = tl.load(state_at + 3 * D, bad, 0.0)
+        if not ALONE:
+            seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
+            top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
+            num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+            den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+        for u in range(tl.maximum(oldest, 0), tl.minimum(n * C + C, T)):
+            there = bad
+            if DOCUMENTS:
+                there = bad & (tl.load(first_ptr + b * T + u) <= u)
+            k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
+            v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
+            v = tl.where(k > -float("inf"), v - center, 0.0)
+            w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
+            seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
+            logit = tl.where(seen, k[None, :] + w, EMPTY)
+            new = tl.maximum(top, logit)
+            old, p = tl.exp2((top - new) * LOG2E), tl.where(seen, tl.exp2(((k[None, :] - new) + w) * LOG2E), 0.0)
+            num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
+        some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
+        den = tl.where(some, den, 1.0)
+        c = num / den
+        y = tl.where(some, c + center[None, :], 0.0)
+        if GATED:
+            y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
+        tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
+        if KEEP:
+            tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
+            largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
+            log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
+            tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
+            tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
+            tl.store(r_ptr + of_chunk + (b * N + n) * D, tl.where(largest > EMPTY, largest, 0.0), bad)
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+@triton.jit
+def _queries(
+    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, n, T, D, gt, qt, features, keys, exists, center,
+    GATED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Load, of the queries of a chunk: the gradient of the averages; the averages, relative to the given center;
+    log-denominators; and the reference of these.
+    """
+    t = n * C + tl.arange(0, C)
+    inside, at = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :]
+    g = _tile(g_ptr, t, gt, features, inside, 0.0)
+    if GATED:
+        g *= _divide(1.0, 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E))
+    known = exists & (n * C < T)
+    reference = tl.load(r_ptr + n * 2 * D + features, known, 0.0)
+    offset = tl.load(r_ptr + n * 2 * D + D + features, known, 0.0) - center
+    c = tl.load(c_ptr + at, inside, 0.0).to(tl.float32) + offset[None, :]
+    log_den = tl.load(l_ptr + at, inside, float("inf"))
+    return tl.where(log_den < float("inf"), g, 0.0), c, log_den, reference
+
+
+@triton.jit
+def sweep_backward_kernel(
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, b_ptr, top_ptr, far_ptr, first_ptr, sums_ptr, dq_ptr, dk_ptr,
+    dv_ptr, flag_ptr, state_ptr, T, N, NT, D, S, each, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a segment of `each` chunks or, with TOTALS, the sums over the queries that all keys
+    before the segment see.
+    """
+    b, s, head, f, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    if TOTALS:
+        s += 1
+    row = b * T * D
+    g_ptr, k_ptr, v_ptr, c_ptr, l_ptr = g_ptr + b * gb, k_ptr + b * kb, v_ptr + b * vb, c_ptr + row, l_ptr + row
+    dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 2 * D
+    if GATED:
+        q_ptr, dq_ptr = q_ptr + b * qb, dq_ptr + row
+    tiles, i = (b * rows * HEADS + head) * NT, tl.arange(0, C)
+    # Sums over later queries of g / denominator (X), times the average relative to `center` (Z); relative to
+    # exp2(R) / exp(reference)
+    R, X, Z = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    first_chunk, end, length = s * each, tl.minimum(s * each + each, N), 0.0
+    reference = tl.load(r_ptr + (end - 1) * 2 * D + features, exists, 0.0)
+    center = tl.load(r_ptr + (end - 1) * 2 * D + D + features, exists, 0.0)
+    if SEGMENTS and not TOTALS:
+        for passed in range(S - 1 - s):
+            sums_at = sums_ptr + (b * S + S - 1 - passed) * 6 * D
+            top, num, den, of_sums, dropped = _load_sums(sums_at, features, D, exists)
+            top += (reference - of_sums) * LOG2E
+            den += (tl.load(sums_at + 5 * D + features, exists, 0.0) - center) * num
+            R, age, X, Z = _join(R, 0.0, X, Z, top, num, den, 0.0, dropped, 0.0, 1.0)
+    for back in range(0, end - first_chunk):
+        n = end - 1 - back
+        u = n * C + i
+        old_reference, old_center = reference, center
+        reference = tl.load(r_ptr + n * 2 * D + features, exists, 0.0)
+        center = tl.load(r_ptr + n * 2 * D + D + features, exists, 0.0)
+        R, Z = R + (reference - old_reference) * LOG2E, Z + (old_center - center) * X
+        begin = 0  # the document of the last key, which the queries after the window see
+        if DOCUMENTS:
+            begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
+        if not TOTALS:
+            inside, at = (u < T)[:, None] & exists[None, :], u[:, None] * D + features[None, :]
+            k, v = _keys(
+                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                DOCUMENTS)  # fmt: skip
+            k = (k - reference[None, :]) * LOG2E
+            highest = tl.max(k, 0)
+            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+            bad = highest > float("inf")
+            top0, num0, den0 = R, X, Z
+            if not ALONE:
+                e = tl.exp2(k + R[None, :])
+                bad = highest + R > SAFE * LOG2E
+                of_num, of_den = e * X[None, :], e * Z[None, :]
+                if DOCUMENTS:
+                    seen = (u >= begin)[:, None]
+                    of_num, of_den = tl.where(seen, of_num, 0.0), tl.where(seen, of_den, 0.0)
+            b_at = b_ptr + ((tiles + tl.minimum(n, NT - 1)) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
+            for j in tl.range(NEAR + 1):
+                g, c, log_den, of_queries = _queries(
+                    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, n + j, T, D, gt, qt, features, keys, exists, center, GATED, C)
+                if GATED:
+                    if j == 0:
+                        _query_gradient(g_ptr, q_ptr, dq_ptr, c, log_den, center, u, gt, qt, D, features, inside)
+                rho = _largest(-log_den + (g + c) * 0.0)
+                lowest = tl.maximum(rho, EMPTY)
+                x = tl.exp2(-log_den - lowest[None, :]) * g
+                e = k + ((reference - of_queries) * LOG2E + lowest)[None, :]
+                bad |= ~(highest + ((reference - of_queries) * LOG2E + rho) <= SAFE * LOG2E)
+                a = tl.load(b_at + j * C, n + j < N, 0.0)
+                e = tl.exp2(e)
+                of_num += e * _dot(a, x, PRECISION)
+                of_den += e * _dot(a, x * c, PRECISION)
+            tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
+            tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+            tl.store(flag_ptr + (b * N + n) * D + features, bad.to(tl.int8), exists)
+            state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
+            tl.store(state_at, top0, bad)
+            tl.store(state_at + D, num0, bad)
+            tl.store(state_at + 2 * D, den0, bad)
+        if DOCUMENTS:  # the keys of another document see none of these queries
+            same = begin < n * C
+            R, X, Z = tl.where(same, R, EMPTY), tl.where(same, X, 0.0), tl.where(same, Z, 0.0)
+            length = tl.where(same, length, float("inf"))
+        if not ALONE:  # the queries that see all keys before this chunk
+            g, c, log_den, of_queries = _queries(
+                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, n + NEAR, T, D, gt, qt, features, keys, exists, center, GATED, C)
+            tile = (tiles + tl.minimum(n + NEAR, NT - 1)) * C + i
+            there = n + NEAR < N
+            seen = tl.load(far_ptr + tile, there, 0.0) > 0.0
+            if not DOCUMENTS:
+                seen = (i >= 0) & there
+            log_den = tl.where(seen[:, None], log_den + (tl.load(top_ptr + tile, there, 0.0) * LOG2E)[:, None], float("inf"))
+            lowest = tl.maximum(tl.max(-log_den, 0), EMPTY)
+            x = tl.where(seen[:, None], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
+            R, age, X, Z = _join(
+                R, 0.0, X, Z, (reference - of_queries) * LOG2E + lowest, tl.sum(x, 0),
+                tl.sum(tl.where(seen[:, None], x * c, 0.0), 0), 0.0, 0.0, 0.0, 1.0)
+    if TOTALS:
+        sums_at = sums_ptr + (b * (S + 1) + s) * 6 * D
+        _store_sums(sums_at, features, D, exists, R, reference, X, Z, length)
+        tl.store(sums_at + 5 * D + features, center, exists)
+
+
+@triton.jit
+def _query_gradient(g_ptr, q_ptr, dq_ptr, c, log_den, center, t, gt, qt, D, features, inside):
+    """Store the gradient of the query (the gate), given the averages relative to a center."""
+    gate = tl.sigmoid(_tile(q_ptr, t, qt, features, inside, 0.0))
+    dq = _tile(g_ptr, t, gt, features, inside, 0.0) * (c + center[None, :]) * gate * (1.0 - gate)
+    dq = tl.where(log_den < float("inf"), dq, 0.0)
+    tl.store(dq_ptr + (t[:, None] * D + features[None, :]), dq.to(dq_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def repair_backward_kernel(
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dk_ptr, dv_ptr, flag_ptr, state_ptr,
+    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the flagged features of a chunk of keys query by query."""
+    b, n, head, f, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
+    if tl.max(bad.to(tl.int32)) > 0:
+        i = tl.arange(0, C)
+        u, row = n * C + i, b * T * D
+        w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 2 * D
+        reference = tl.load(r_ptr + n * 2 * D + features, bad, 0.0)
+        center = tl.load(r_ptr + n * 2 * D + D + features, bad, 0.0)
+        k, v = _keys(
+            k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad, _starts(first_ptr, b, u, T, DOCUMENTS),
+            center, DOCUMENTS)  # fmt: skip
+        of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+        if not ALONE:
+            state_at = state_ptr + (b * N + n) * 4 * D + features
+            e = (k - reference[None, :]) * LOG2E + tl.load(state_at, bad, EMPTY)[None, :]
+            seen = (k > -float("inf")) & bad[None, :]
+            if DOCUMENTS:
+                seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
+            e = tl.exp2(e)
+            of_num = tl.where(seen, e * tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+            of_den = tl.where(seen, e * tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+        for t in range(n * C, tl.minimum((n + NEAR + 1) * C, T)):
+            start = 0
+            if DOCUMENTS:
+                start = tl.load(first_ptr + b * T + t).to(tl.int32)
+            tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
+            w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
+            w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
+            g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
+            if GATED:
+                g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
+            of_queries = r_ptr + t // C * 2 * D + features
+            c = tl.load(c_ptr + row + t * D + features, bad, 0.0).to(tl.float32)
+            c += tl.load(of_queries + D, bad, 0.0) - center
+            log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
+            e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
+            seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
+            a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
+            of_num += tl.where(seen, a, 0.0)
+            of_den += tl.where(seen, a * c[None, :], 0.0)
+        inside, at = (u < T)[:, None] & bad[None, :], u[:, None] * D + features[None, :]
+        tl.store(dv_ptr + row + at, of_num.to(dv_ptr.dtype.element_ty), inside)
+        tl.store(dk_ptr + row + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def window_gradient_kernel(
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dw_ptr,
+    B, T, N, NT, D, parts, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,
+    gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of w between the queries of a chunk and the keys of a near chunk, summed over the features
+    of a head and `each` rows. Entries are stored by query and lag.
+    """
+    pid = tl.program_id(0)
+    j, n, head = pid % (NEAR + 1), pid // (NEAR + 1) % N, pid // (NEAR + 1) // N % HEADS
+    part = (pid // (NEAR + 1) // N // HEADS).to(tl.int64)
+    i = tl.arange(0, C)
+    t, u = n * C + i, (n - NEAR + j) * C + i
+    total = tl.zeros((C, C), tl.float32)
+    for step in range(each * BLOCKS):
+        b, own = part * each + step // BLOCKS, step % BLOCKS * BD + tl.arange(0, BD)
+        features, exists = head * HEAD + own, (own < HEAD) & (b < B)
+        keys = features
+        if KEY_PER_HEAD:
+            keys = features * 0 + head
+        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+        if DOCUMENTS:
+            start = tl.where(b < B, start, T)
+        w = _biases(
+            w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
+            w_base, ALONE)  # fmt: skip
+        tile = ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + i
+        w -= tl.load(top_ptr + tile, (t < T) & (b < B), 0.0)[:, None]
+        center = tl.load(r_ptr + (b * N + n) * 2 * D + D + features, exists, 0.0)
+        row = b * T * D
+        g, c, log_den, reference = _queries(
+            g_ptr + b * gb, q_ptr + b * qb if GATED else q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 2 * D, n, T,
+            D, gt, qt, features, keys, exists, center, GATED, C)  # fmt: skip
+        k, v = _keys(
+            k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists,
+            _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
+        k = (k - reference[None, :]) * LOG2E
+        rho = _largest(-log_den + (g + c) * 0.0)
+        lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
+        good = highest + rho <= SAFE * LOG2E  # per feature; others are computed key by key
+        x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
+        e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
+        xc, ev = tl.where(good[None, :], x * c, 0.0), tl.where(good[None, :], e * v, 0.0)
+        product = tl.dot(x, tl.trans(ev), input_precision=PRECISION) - tl.dot(xc, tl.trans(e), input_precision=PRECISION)
+        total += tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * product, 0.0)
+        if tl.max((exists & ~good).to(tl.int32)) > 0:
+            for s in range(C):
+                this = u == (n - NEAR + j) * C + s
+                of_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
+                value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
+                of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
+                seen = (of_w > -float("inf")) & (exists & ~good & (of_key > -float("inf")))[None, :]
+                seen &= log_den < float("inf")
+                a = tl.exp2(tl.where(seen, of_key[None, :] + of_w * LOG2E - log_den, EMPTY))
+                of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
+                total += tl.where(this[None, :], of_pair[:, None], 0.0)
+    lag = t[:, None] - u[None, :]
+    to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
+    tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None])
