@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...portable_aft import join_heads, power_of_two_from
 from .options import CHUNK, PROGRAMS, options
 
 
@@ -34,14 +35,17 @@ def segments(value: torch.Tensor, block: int, warps: int, most: int = 64) -> tup
     return -(-length // size), size
 
 
-def kept_like(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def kept_like(value: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return memory for what `causal` keeps for its gradient: averages relative to a center, base-2 logarithms of
-    denominators relative to a reference, and both references of each chunk, (B, N, 2, d).
+    denominators relative to a reference, and, of each chunk, reference, center and, for windows, whether it was repaired,
+    (B, N, 2 or 3, d).
     """
     batch, length, width = value.shape
     average = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
-    of_chunks = value.new_empty((batch, -(-length // CHUNK), 2, width), dtype=torch.float32)
-    return value.new_empty(value.shape, dtype=average), value.new_empty(value.shape, dtype=torch.float32), of_chunks
+    of_chunks = batch, -(-length // CHUNK), 2 if bias is None else 3, width
+    shapes = (average, value.shape), (torch.float32, value.shape), (torch.float32, of_chunks)
+    found, logsumexp, center = (torch.empty(shape, dtype=dtype, device=value.device) for dtype, shape in shapes)
+    return found, logsumexp, center
 
 
 # ------------------------------------------------------------------------------------------------------ w = 0 or alibi
@@ -64,7 +68,7 @@ def walk(query, key, value, slopes, first, kept, state=None):  # type: ignore[no
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     before = (None,) * 3 if state is None else [x.clone() for x in state]
     programs = batch * -(-width // chosen["BD"])
-    sums = torch.empty((batch, count, 5, width), device=value.device) if count > 1 else None
+    sums = torch.empty((batch, count, 5, width), dtype=torch.float32, device=value.device) if count > 1 else None
     heads = 1 if slopes is None else len(slopes)
     common: dict[str, Any] = {"ALIBI": slopes is not None, "KEY_PER_HEAD": key.shape[2] != width, "C": CHUNK, **chosen}
     common |= {"DOCUMENTS": first is not None, "SEGMENTS": count > 1, "INITIAL": state is not None}
@@ -93,7 +97,7 @@ def walk_backward(gradient, query, key, value, slopes, first, kept):  # type: ig
     grad_key = torch.empty(value.shape, dtype=torch.float32 if shared else key.dtype, device=value.device)
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     programs = batch * -(-width // chosen["BD"])
-    sums = torch.empty((batch, count, 5, width), device=value.device) if count > 1 else None
+    sums = torch.empty((batch, count, 5, width), dtype=torch.float32, device=value.device) if count > 1 else None
     heads = 1 if slopes is None else len(slopes)
     common: dict[str, Any] = {"ALIBI": slopes is not None, "KEY_PER_HEAD": shared, "C": CHUNK, **chosen}
     common |= {"DOCUMENTS": first is not None, "SEGMENTS": count > 1, "GATED": query is not None}
@@ -166,7 +170,8 @@ class Sweep:
         self.near = min(-(-(window.size - 1) // CHUNK), self.chunks - 1)
         self.rows = int(first is not None or window.w_row > 0)
         same = window.positions == 1 and first is None
-        self.tiles_per_row = min(self.chunks, self.near + 2) if same else self.chunks
+        # All chunks that do not begin near the first token have the same tiles, if w does not depend on the position
+        self.tiles_per_row = min(self.chunks, 2 * self.near + 2 if backward else self.near + 2) if same else self.chunks
         self.blocks, self.device = -(-head // self.chosen["BD"]), value.device
         shape: dict[str, Any] = {"HEADS": window.heads, "NEAR": self.near, "ALONE": window.alone, "C": CHUNK}
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
@@ -181,15 +186,20 @@ class Sweep:
         from .sweep_kernels import tiles_kernel
 
         count = (self.batch if self.rows else 1) * window.heads * self.tiles_per_row
-        # The tile of a chunk may be that of several chunks only as one of queries
         dtype = torch.bfloat16 if self.common["PRECISION"] == "bf16" else torch.float32
         of_queries = self.empty(count, CHUNK, (self.near + 1) * CHUNK, dtype=dtype)
-        of_keys = torch.empty_like(of_queries) if backward else None
+        of_keys = self.empty(*of_queries.shape, dtype=dtype) if backward else None
         made = Tiles(of_queries, of_keys, *(self.empty(count, CHUNK) for _ in range(2)), self.empty(count))
         sizes = self.length, self.chunks, self.tiles_per_row, *window.numbers
         shape = shape | {"DOCUMENTS": first is not None, "BACKWARD": backward}
         tiles_kernel[(count,)](window.tensor, first, *made, *sizes, **shape)
         return made
+
+    def segments(self, value: torch.Tensor) -> tuple[int, int]:
+        """Into how many segments to cut the rows, and their length: single chunks if no sums connect them."""
+        if self.common["ALONE"]:
+            return self.chunks, CHUNK
+        return segments(value, self.chosen["BD"], self.chosen["num_warps"])
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the flags of chunks that need care, and for the sums before them."""
@@ -209,7 +219,7 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     with torch.cuda.device_of(value):
         at = Sweep(query, key, value, window, first, backward=False)
-        count, size = segments(value, at.chosen["BD"], at.chosen["num_warps"])
+        count, size = at.segments(value)
         far, strides, tiles = not window.alone, _strides(query, key, value), at.tiles
         sums = at.empty(at.batch, count, 5, at.width) if far and count > 1 else None
         before, nothing = state or (None,) * 3, (None,) * 3
@@ -230,7 +240,9 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
 
 
 def sums_of_segments(key, value, first, sums, count, size, shift):  # type: ignore[no-untyped-def]
-    """Compute the sums of the first `count` segments of `size` tokens, each of which begins `shift` tokens earlier."""
+    """Compute the sums of the first `count` segments of `size` tokens, which begin `shift` tokens earlier, in memory for
+    one segment more.
+    """
     from .walk_kernels import walk_kernel
 
     (batch, length, width), chosen = value.shape, options("walk_kernel", value)
@@ -254,7 +266,7 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     with torch.cuda.device_of(value):
         at = Sweep(query, key, value, window, first, backward=True)
-        count, size = segments(value, at.chosen["BD"], at.chosen["num_warps"])
+        count, size = at.segments(value)
         strides, tiles, flags = _strides(gradient, query, key, value), at.tiles, at.state()
         sums = at.empty(at.batch, count, 6, at.width) if not window.alone and count > 1 else None
         tensors = gradient, query, key, value, *kept
@@ -285,11 +297,13 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
     blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near + 1)
     each = 1 if at.rows else -(-at.batch // min(at.batch, max(1, ENOUGH_PROGRAMS // tiles)))
     parts = -(-at.batch // each)
-    if window.w_base:
-        found, dw_head = torch.zeros((parts, at.length, window.heads, window.size), device=at.device), window.size
+    if window.tensor.ndim == 4:
+        shape: tuple[int, ...] = parts, at.length, window.heads, window.size
+        found, dw_head = torch.zeros(shape, dtype=torch.float32, device=at.device), window.size
         dw_token = window.heads * window.size
     else:
-        found = torch.zeros((parts, window.heads, at.length, at.length), device=at.device)
+        shape = parts, window.heads, at.length, at.length
+        found = torch.zeros(shape, dtype=torch.float32, device=at.device)
         dw_token, dw_head = at.length + 1, at.length**2
     constants = at.common | chosen | {"BLOCKS": blocks}
     sizes = at.batch, at.length, at.chunks, at.tiles_per_row, at.width, parts, each, *window.numbers, at.rows
@@ -304,7 +318,7 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
 
 def causal(query, key, value, bias, slopes, first, hides_outside, keep):  # type: ignore[no-untyped-def]
     """Compute `causal` and, with `keep`, what its gradient needs; empty tensors otherwise."""
-    kept = kept_like(value) if keep else None
+    kept = kept_like(value, bias) if keep else None
     if bias is None:
         output = walk(query, key, value, slopes, first, kept)
     else:
@@ -345,3 +359,85 @@ def _by_position(of_window: torch.Tensor, bias: torch.Tensor, first: torch.Tenso
     summed = of_window.new_zeros((rows * positions, *shape))
     # Sorted, so the order of a sum does not vary
     return summed.index_put_((place.flatten(),), of_window.flatten(0, 1), accumulate=True).view(bias.shape)
+
+
+# --------------------------------------------------------------------------------------------------------- generation
+
+
+def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):  # type: ignore[no-untyped-def]
+    """Compute `causal_state`, which updates the state in place."""
+    if value.shape[1] == 1 and first is None:
+        return decode(query, key, value, bias, slopes, state, alone=hides_outside)
+    return prefill(query, key, value, bias, slopes, first, hides_outside, state)
+
+
+def prefill(query, key, value, bias, slopes, first, hides_outside, state):  # type: ignore[no-untyped-def]
+    """Compute Eq. 2 times the gate for new tokens, and add them to the state.
+
+    With a window, tokens are computed together with those of the window, whose outputs are dropped.
+    """
+    padding = None if first is None else first > torch.arange(value.shape[1], device=first.device)
+    keys, values, *sums = state
+    numerator, denominator, maximum = sums
+    if bias is None:
+        if padding is not None:  # no token begins a document, since the state precedes it
+            first = torch.where(padding, value.shape[1], -1)
+        return walk(query, key, value, slopes, first, None, (maximum, numerator, denominator))
+    past = keys.shape[2]
+    key, value = (torch.cat([join_heads(x).to(y.dtype), y], 1) for x, y in ((keys, key), (values, value)))
+    query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
+    window = Window.by_lag(bias, hides_outside, past)
+    output = sweep(query, key, value, window, None, None, (maximum, numerator, denominator))[:, past:].contiguous()
+    _store_state(key, value, state, padding, window)
+    return output if padding is None else output.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
+def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no-untyped-def]
+    """Store the state after tokens that follow its window."""
+    from .decoding_kernels import state_kernel
+
+    keys, _, numerator, denominator, maximum = state
+    (batch, length, width), past, (heads, head) = value.shape, keys.shape[2], (keys.shape[1], state[1].shape[3])
+    counts, sums, count = None, None, 0
+    with torch.cuda.device_of(value):
+        if not window.alone:
+            chosen, limit = options("walk_kernel", value), None
+            count, size = segments(value[:, past:], chosen["BD"], chosen["num_warps"])
+            sums = torch.empty((batch, count + 1, 5, width), dtype=torch.float32, device=value.device)
+            if padding is not None:
+                counts = (~padding).sum(1)
+                tokens = torch.arange(length - past, device=value.device)
+                limit = torch.where(tokens < counts[:, None], -1, length)
+            sums_of_segments(key[:, : length - past], value[:, : length - past], limit, sums, count, size, 0)
+        elif padding is not None:
+            counts = (~padding).sum(1)
+        block = min(64, power_of_two_from(head))
+        options_of_kernel: dict[str, Any] = {"HEADS": heads, "BLOCKS": -(-head // block), "HEAD": head, "BD": block}
+        options_of_kernel |= {"KEY_PER_HEAD": key.shape[2] != width, "ALONE": window.alone, "C": CHUNK}
+        old = maximum.clone(), numerator.clone(), denominator.clone()
+        given = key, value, sums, counts, *old, *state
+        sizes = length, width, count, past, past, *_strides(key, value)
+        programs = batch * heads * options_of_kernel["BLOCKS"]
+        state_kernel[(programs,)](*given, *sizes, COUNTED=counts is not None, **options_of_kernel)
+
+
+def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no-untyped-def]
+    """Compute Eq. 2 of one new token times the gate, (B, 1, d), and add it to the state, by one kernel."""
+    from .decoding_kernels import step_kernel
+
+    query, key, value = _dense(query), _dense(key), _dense(value)
+    batch, _, width = value.shape
+    (heads, window, _), head = state[0].shape[1:], state[1].shape[3]
+    bias = bias if bias is None else bias[:, 0].contiguous()  # (B or 1, h, s)
+    chosen = options("step_kernel", value)
+    features, block = min(chosen["BD"], power_of_two_from(head)), min(chosen["BW"], power_of_two_from(max(window, 1)))
+    blocks, shared = -(-head // features), key.shape[-1] != width
+    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    strides = [0 if x is None or len(x) == 1 else x.stride(0) for x in (query, key, value, bias)]
+    constants: dict[str, Any] = {"HEADS": heads, "BLOCKS": blocks, "HEAD": head, "KEY_PER_HEAD": shared}
+    constants |= {"ALIBI": slopes is not None, "BIASED": bias is not None, "ALONE": alone, "GATED": query is not None}
+    constants |= chosen | {"BW": block, "BD": features}
+    with torch.cuda.device_of(value):
+        programs = batch * heads * (1 if shared else blocks)
+        step_kernel[(programs,)](query, key, value, bias, slopes, *state, output, window, width, *strides, **constants)
+    return output

@@ -16,10 +16,17 @@ CHUNK = 32
 # Programs of a causal kernel to aim at per multiprocessor: rows are cut into segments until there are as many.
 PROGRAMS = 16
 
-# BD: features per program. num_warps: warps per program. PRECISION: of matrix products; "bf16" rounds both factors.
+# BD: features per program. num_warps: warps per program. maxnreg: registers per thread, at most. PRECISION: of matrix
+# products; "bf16" rounds both factors.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "walk_kernel": {"bfloat16": {"BD": 64, "num_warps": 1}, "float32": {"BD": 64, "num_warps": 1}},
-    "walk_backward_kernel": {"bfloat16": {"BD": 64, "num_warps": 1}, "float32": {"BD": 64, "num_warps": 1}},
+    "walk_kernel": {
+        "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
+        "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
+    },
+    "walk_backward_kernel": {
+        "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
+        "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
+    },
     "sweep_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 1, "PRECISION": "tf32x3"},
@@ -27,6 +34,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sweep_backward_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 1, "PRECISION": "tf32x3"},
+    },
+    # BW: keys of the window at once
+    "step_kernel": {
+        "bfloat16": {"BD": 32, "BW": 32, "num_warps": 1},
+        "float32": {"BD": 32, "BW": 32, "num_warps": 1},
     },
     "window_gradient_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},

@@ -13,7 +13,7 @@ Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 log
 a_t. `causal_launch.py` launches these kernels.
 """
 
-from .device import EMPTY, LOG2E, _divide, _largest, _log2, tl, triton
+from .device import EMPTY, LOG2E, _divide, _largest, _log2, _once, tl, triton
 from .walk_kernels import _join, _load_sums, _store_sums
 
 
@@ -36,10 +36,20 @@ def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, B
 
 
 @triton.jit
+def _factor(x, PRECISION: tl.constexpr):
+    """Round a factor of a product to its precision."""
+    if PRECISION == "bf16":
+        return _once(x.to(tl.bfloat16))
+    else:
+        return _once(x)
+
+
+@triton.jit
 def _dot(a, x, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         return tl.dot(a, x.to(tl.bfloat16))
-    return tl.dot(a, x, input_precision=PRECISION)
+    else:
+        return tl.dot(a, x, input_precision=PRECISION)
 
 
 @triton.jit
@@ -102,7 +112,7 @@ def tiles_kernel(
         top = tl.maximum(top, tl.max(w, 1))
         low = tl.minimum(low, tl.min(tl.where(w > -float("inf"), w, -EMPTY), 1))
     tl.store(top_ptr + pid.to(tl.int64) * C + i, top)
-    tl.store(far_ptr + pid.to(tl.int64) * C + i, tl.where(outside, tl.exp2(-top * LOG2E), 0.0))
+    tl.store(far_ptr + pid.to(tl.int64) * C + i, tl.where(outside, tl.exp2(-top * LOG2E), -1.0))
     tl.store(spread_ptr + pid, tl.maximum(tl.max(top - low), 0.0))
     for j in range(NEAR + 1):
         u = (n - NEAR + j) * C + i
@@ -140,9 +150,9 @@ def sweep_kernel(
     if DOCUMENTS:
         center = center * 0.0
     if INITIAL:
-        M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY)
-        N0 = tl.load(n_ptr + b * D + features, exists, 0.0)
-        D0 = tl.load(d_ptr + b * key_width + keys, exists, 0.0)
+        M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
+        N0 = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
+        D0 = tl.load(d_ptr + b * key_width + keys, exists, 0.0).to(tl.float32)
     if SEGMENTS:
         for earlier in range(s):
             top, num, den, age, length = _load_sums(sums_ptr + (b * S + earlier) * 5 * D, features, D, exists)
@@ -189,7 +199,7 @@ def sweep_kernel(
             r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
             if CHECK:  # the sums may be NaN, which rows of another document do not see
-                num, den = tl.where(far > 0.0, num, 0.0), tl.where(far > 0.0, den, 0.0)
+                num, den = tl.where(far >= 0.0, num, 0.0), tl.where(far >= 0.0, den, 0.0)
         k2, v2, u = k, v, t
         if NEAR > 0:
             u = oldest + i
@@ -206,20 +216,23 @@ def sweep_kernel(
             D0 = tl.where(kept, D0 * fade, 0.0) + tl.sum(joining, 0)
         elif not ALONE:
             N0, D0, far_top = N0 * r + tl.sum(pv, 0), D0 * r + tl.sum(p, 0), m
-        num += _dot(tl.load(a_at), pv, PRECISION)
-        den += _dot(tl.load(a_at), p, PRECISION)
+        a = tl.load(a_at)
+        num += _dot(a, pv, PRECISION)
+        den += _dot(a, p, PRECISION)
         for j in tl.range(1, NEAR):
             u = oldest + j * C + i
             k2, v2 = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
             p = tl.exp2((k2 - m[None, :]) * LOG2E)
-            num += _dot(tl.load(a_at + j * C), p * v2, PRECISION)
-            den += _dot(tl.load(a_at + j * C), p, PRECISION)
+            a = tl.load(a_at + j * C)
+            num += _dot(a, p * v2, PRECISION)
+            den += _dot(a, p, PRECISION)
         if NEAR > 0:
             p = tl.exp2((k - m[None, :]) * LOG2E)
-            num += _dot(tl.load(a_at + NEAR * C), p * v, PRECISION)
-            den += _dot(tl.load(a_at + NEAR * C), p, PRECISION)
+            a = tl.load(a_at + NEAR * C)
+            num += _dot(a, p * v, PRECISION)
+            den += _dot(a, p, PRECISION)
         if CHECK:
             right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
             bad = tl.min(right.to(tl.int32), 0) == 0
@@ -236,12 +249,17 @@ def sweep_kernel(
         some, inside, gate = den != 0.0, (t < T)[:, None] & exists[None, :], 1.0
         den, at = tl.where(some, den, 1.0), t[:, None] * D + features[None, :]
         if GATED:
-            gate = 1.0 + tl.exp2(tl.minimum(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E, 60.0))
+            gate = 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E)
         if KEEP:
             tl.store(c_ptr + at, _divide(num, den).to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + at, tl.where(some, _log2(den), float("inf")), inside)
-            tl.store(r_ptr + of_chunk + (b * N + n) * D, tl.where(m > EMPTY, m, 0.0), exists)
-            tl.store(r_ptr + of_chunk + (b * N + n + 1) * D, center, exists)
+            to = r_ptr + (b * N + n) * 3 * D + features
+            if CHECK:
+                tl.store(to, tl.where(m > EMPTY, m, 0.0), exists)
+            else:
+                tl.store(to, m, exists)
+            tl.store(to + D, center, exists)
+            tl.store(to + 2 * D, bad.to(tl.float32), exists)
         y = _divide(num + center[None, :] * den, den * gate)
         tl.store(y_ptr + at, tl.where(some, y, 0.0).to(y_ptr.dtype.element_ty), inside)
 
@@ -294,11 +312,13 @@ def repair_kernel(
         tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
         if KEEP:
             tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
-            largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
+            largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
+            if DOCUMENTS or ALONE:
+                largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
             log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
             tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
-            tl.store(r_ptr + of_chunk + (b * N + n) * D, tl.where(largest > EMPTY, largest, 0.0), bad)
+            tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -306,23 +326,66 @@ def repair_kernel(
 
 @triton.jit
 def _queries(
-    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, n, T, D, gt, qt, features, keys, exists, center,
-    GATED: tl.constexpr, C: tl.constexpr,
+    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center,
+    GATED: tl.constexpr, CHECK: tl.constexpr, QUERY: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Load, of the queries of a chunk: the gradient of the averages; the averages, relative to the given center;
-    log-denominators; and the reference of these.
+    log-denominators; and the reference of these. With QUERY, store the gradient of the queries (the gate).
     """
     t = n * C + tl.arange(0, C)
     inside, at = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :]
-    g = _tile(g_ptr, t, gt, features, inside, 0.0)
-    if GATED:
-        g *= _divide(1.0, 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E))
     known = exists & (n * C < T)
-    reference = tl.load(r_ptr + n * 2 * D + features, known, 0.0)
-    offset = tl.load(r_ptr + n * 2 * D + D + features, known, 0.0) - center
-    c = tl.load(c_ptr + at, inside, 0.0).to(tl.float32) + offset[None, :]
+    reference = tl.load(r_ptr + n * 3 * D + features, known, -EMPTY)
+    own_center = tl.load(r_ptr + n * 3 * D + D + features, known, 0.0)
+    g, c = _tile(g_ptr, t, gt, features, inside, 0.0), tl.load(c_ptr + at, inside, 0.0).to(tl.float32)
     log_den = tl.load(l_ptr + at, inside, float("inf"))
-    return tl.where(log_den < float("inf"), g, 0.0), c, log_den, reference
+    if GATED:
+        gate = _divide(1.0, 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E))
+        g *= gate
+    if CHECK:  # a hidden token may have a gradient that is NaN
+        g = tl.where(log_den < float("inf"), g, 0.0)
+    if QUERY and GATED:
+        dq = (c + own_center[None, :]) * (g - g * gate)
+        if CHECK:
+            dq = tl.where(log_den < float("inf"), dq, 0.0)
+        tl.store(dq_ptr + at, _once(dq.to(dq_ptr.dtype.element_ty)), inside)
+    if not QUERY:
+        c += (own_center - center)[None, :]
+    return g, c, log_den, reference
+
+
+@triton.jit
+def _far_queries(
+    R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tile, n, T, D, gt, qt, features, exists,
+    reference, center, GATED: tl.constexpr, CHECK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add the queries of a chunk to the sums over those that see all keys before the near chunks."""
+    there, i = n * C < T, tl.arange(0, C)
+    g, c, log_den, of_queries = _queries(
+        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C)
+    log_den += (tl.load(top_ptr + tile * C + i, there, 0.0) * LOG2E)[:, None]
+    shift = (reference - of_queries) * LOG2E
+    if CHECK:
+        seen = (tl.load(far_ptr + tile * C + i, there, 0.0) >= 0.0)[:, None]
+        log_den = tl.where(seen, log_den, float("inf"))
+        lowest = tl.maximum(tl.max(-log_den, 0), EMPTY)
+        x = tl.where(seen, tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
+        of_den = tl.sum(tl.where(seen, x * c, 0.0), 0)
+        R, _, X, Z = _join(R, 0.0, X, Z, shift + lowest, tl.sum(x, 0), of_den, 0.0, 0.0, 0.0, 1.0)
+    else:  # they see the key of the reference, so no exponential exceeds 1
+        x = tl.exp2(shift[None, :] - log_den) * g
+        X, Z = X + tl.sum(x, 0), Z + tl.sum(x * c, 0)
+    return R, X, Z
+
+
+@triton.jit
+def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, D, exists):
+    """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference, so
+    no exponential exceeds 1.
+    """
+    shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
+    x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
+    return tl.sum(x, 0), tl.sum(x * c, 0)
 
 
 @triton.jit
@@ -335,13 +398,17 @@ def sweep_backward_kernel(
 ):  # fmt: skip
     """Compute the gradients of a segment of `each` chunks or, with TOTALS, the sums over the queries that all keys
     before the segment see.
+
+    Without CHECK, the reference of a chunk is a key that all of these queries see, so the sums need no maximum.
     """
+    CHECK: tl.constexpr = DOCUMENTS or ALONE
+    CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS
     b, s, head, f, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     if TOTALS:
         s += 1
     row = b * T * D
     g_ptr, k_ptr, v_ptr, c_ptr, l_ptr = g_ptr + b * gb, k_ptr + b * kb, v_ptr + b * vb, c_ptr + row, l_ptr + row
-    dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 2 * D
+    dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 3 * D
     if GATED:
         q_ptr, dq_ptr = q_ptr + b * qb, dq_ptr + row
     tiles, i = (b * rows * HEADS + head) * NT, tl.arange(0, C)
@@ -349,96 +416,137 @@ def sweep_backward_kernel(
     # exp2(R) / exp(reference)
     R, X, Z = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     first_chunk, end, length = s * each, tl.minimum(s * each + each, N), 0.0
-    reference = tl.load(r_ptr + (end - 1) * 2 * D + features, exists, 0.0)
-    center = tl.load(r_ptr + (end - 1) * 2 * D + D + features, exists, 0.0)
+    reference = tl.load(r_ptr + (end - 1) * 3 * D + features, exists, 0.0)
+    center = tl.load(r_ptr + (end - 1) * 3 * D + D + features, exists, 0.0)
     if SEGMENTS and not TOTALS:
         for passed in range(S - 1 - s):
             sums_at = sums_ptr + (b * S + S - 1 - passed) * 6 * D
             top, num, den, of_sums, dropped = _load_sums(sums_at, features, D, exists)
-            top += (reference - of_sums) * LOG2E
+            shift = (reference - of_sums) * LOG2E
             den += (tl.load(sums_at + 5 * D + features, exists, 0.0) - center) * num
-            R, age, X, Z = _join(R, 0.0, X, Z, top, num, den, 0.0, dropped, 0.0, 1.0)
+            if CHECK:
+                R, age, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
+            else:
+                X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
+    if CARRY:  # the queries of the chunk after the segment
+        g, c, log_den, of_next = _queries(
+            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C)
+        x_next = tl.exp2(-log_den) * g
+        x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
+        center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
+        far_x, far_xc = _far_sums(
+            g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + (tiles + tl.minimum(end, NT - 1)) * C + i, D,
+            exists)  # fmt: skip
     for back in range(0, end - first_chunk):
         n = end - 1 - back
         u = n * C + i
-        old_reference, old_center = reference, center
-        reference = tl.load(r_ptr + n * 2 * D + features, exists, 0.0)
-        center = tl.load(r_ptr + n * 2 * D + D + features, exists, 0.0)
-        R, Z = R + (reference - old_reference) * LOG2E, Z + (old_center - center) * X
+        old_center, below = center, tl.load(r_ptr + (n - 1) * 3 * D + features, exists & (n > 0), EMPTY)
+        center = tl.load(r_ptr + n * 3 * D + D + features, exists, 0.0)
+        Z += (old_center - center) * X
+        if CARRY:
+            far_xc += (old_center - center) * far_x
         begin = 0  # the document of the last key, which the queries after the window see
         if DOCUMENTS:
             begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
         if not TOTALS:
             inside, at = (u < T)[:, None] & exists[None, :], u[:, None] * D + features[None, :]
+            tile = tl.where(NT < N, tl.minimum(n, NT - 1 - NEAR), n)
+            b_at = b_ptr + ((tiles + tile) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
+            g, c, log_den, _ = _queries(
+                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center, GATED, CHECK,
+                True, C)  # fmt: skip
+            lowest, bad = tl.zeros((BD,), tl.float32), center != center
+            if CHECK:
+                rho = _largest(-log_den + (g + c) * 0.0)
+                lowest = tl.maximum(rho, EMPTY)
+            else:
+                bad = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0) > 0.0
+            x = tl.exp2(-log_den - lowest[None, :]) * g
+            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
+            if CARRY:
+                far_own = _far_sums(
+                    g, c, log_den, reference, r_ptr + features, n - 2, top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i,
+                    D, exists)  # fmt: skip
+            a = tl.load(b_at)
+            of_num, of_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
             k, v = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
             k = (k - reference[None, :]) * LOG2E
-            highest = tl.max(k, 0)
-            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-            bad = highest > float("inf")
             top0, num0, den0 = R, X, Z
-            if not ALONE:
-                e = tl.exp2(k + R[None, :])
-                bad = highest + R > SAFE * LOG2E
-                of_num, of_den = e * X[None, :], e * Z[None, :]
-                if DOCUMENTS:
-                    seen = (u >= begin)[:, None]
-                    of_num, of_den = tl.where(seen, of_num, 0.0), tl.where(seen, of_den, 0.0)
-            b_at = b_ptr + ((tiles + tl.minimum(n, NT - 1)) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
-            for j in tl.range(NEAR + 1):
-                g, c, log_den, of_queries = _queries(
-                    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, n + j, T, D, gt, qt, features, keys, exists, center, GATED, C)
-                if GATED:
-                    if j == 0:
-                        _query_gradient(g_ptr, q_ptr, dq_ptr, c, log_den, center, u, gt, qt, D, features, inside)
-                rho = _largest(-log_den + (g + c) * 0.0)
-                lowest = tl.maximum(rho, EMPTY)
-                x = tl.exp2(-log_den - lowest[None, :]) * g
-                e = k + ((reference - of_queries) * LOG2E + lowest)[None, :]
-                bad |= ~(highest + ((reference - of_queries) * LOG2E + rho) <= SAFE * LOG2E)
-                a = tl.load(b_at + j * C, n + j < N, 0.0)
-                e = tl.exp2(e)
-                of_num += e * _dot(a, x, PRECISION)
-                of_den += e * _dot(a, x * c, PRECISION)
+            if CHECK:
+                highest, e = tl.max(k, 0), tl.exp2(k + lowest[None, :])
+                bad = ~(highest + rho <= SAFE * LOG2E)
+                of_num, of_den = of_num * e, of_den * e
+                if not ALONE:
+                    e, seen = tl.exp2(k + R[None, :]), (u >= begin)[:, None]
+                    bad |= highest + R > SAFE * LOG2E
+                    of_num += tl.where(seen, e * X[None, :], 0.0)
+                    of_den += tl.where(seen, e * Z[None, :], 0.0)
+            else:
+                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
+            if CARRY:
+                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2((reference - of_next) * LOG2E)
+                later = _dot(a, x_next, PRECISION) * fade[None, :]
+                of_num += later
+                of_den += _dot(a, xc_next, PRECISION) * fade[None, :] + later * (center_next - center)[None, :]
+                bad |= flag_next > 0.0
+            else:
+                for j in tl.range(1, NEAR + 1):
+                    g, c, log_den, of_queries = _queries(
+                        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n + j, T, D, gt, qt, features, exists, center, GATED,
+                        CHECK, False, C)  # fmt: skip
+                    a = tl.load(b_at + j * C, n + j < N, 0.0)
+                    shift = (reference - of_queries) * LOG2E
+                    if CHECK:
+                        rho = _largest(-log_den + (g + c) * 0.0)
+                        lowest = tl.maximum(rho, EMPTY)
+                        bad |= ~(highest + (shift + rho) <= SAFE * LOG2E)
+                        y, e = tl.exp2(-log_den - lowest[None, :]) * g, tl.exp2(k + (shift + lowest)[None, :])
+                        of_num += e * _dot(a, y, PRECISION)
+                        of_den += e * _dot(a, y * c, PRECISION)
+                    else:
+                        y = tl.exp2(shift[None, :] - log_den) * g
+                        of_num += _dot(a, y, PRECISION)
+                        of_den += _dot(a, y * c, PRECISION)
+                        there = exists & (n + j < N)
+                        bad |= tl.load(r_ptr + (n + j) * 3 * D + 2 * D + features, there, 0.0) > 0.0
+            if not CHECK:
+                e = tl.exp2(k)
+                of_num, of_den = of_num * e, of_den * e
             tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
             tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
             tl.store(flag_ptr + (b * N + n) * D + features, bad.to(tl.int8), exists)
             state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
-            tl.store(state_at, top0, bad)
+            if CHECK:
+                tl.store(state_at, top0, bad)
             tl.store(state_at + D, num0, bad)
             tl.store(state_at + 2 * D, den0, bad)
         if DOCUMENTS:  # the keys of another document see none of these queries
             same = begin < n * C
             R, X, Z = tl.where(same, R, EMPTY), tl.where(same, X, 0.0), tl.where(same, Z, 0.0)
             length = tl.where(same, length, float("inf"))
-        if not ALONE:  # the queries that see all keys before this chunk
-            g, c, log_den, of_queries = _queries(
-                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, n + NEAR, T, D, gt, qt, features, keys, exists, center, GATED, C)
-            tile = (tiles + tl.minimum(n + NEAR, NT - 1)) * C + i
-            there = n + NEAR < N
-            seen = tl.load(far_ptr + tile, there, 0.0) > 0.0
-            if not DOCUMENTS:
-                seen = (i >= 0) & there
-            log_den = tl.where(seen[:, None], log_den + (tl.load(top_ptr + tile, there, 0.0) * LOG2E)[:, None], float("inf"))
-            lowest = tl.maximum(tl.max(-log_den, 0), EMPTY)
-            x = tl.where(seen[:, None], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
-            R, age, X, Z = _join(
-                R, 0.0, X, Z, (reference - of_queries) * LOG2E + lowest, tl.sum(x, 0),
-                tl.sum(tl.where(seen[:, None], x * c, 0.0), 0), 0.0, 0.0, 0.0, 1.0)
+        # From here on, relative to the reference of the chunk before, which the queries that join see
+        shift = (below - reference) * LOG2E
+        if CHECK:
+            R += tl.where(n > 0, shift, 0.0)
+        else:
+            X, Z = X * tl.exp2(shift), Z * tl.exp2(shift)
+        if CARRY:
+            X, Z = X + far_x, Z + far_xc
+            far_x, far_xc = far_own
+        elif not ALONE:
+            R, X, Z = _far_queries(
+                R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
+                n + NEAR, T, D, gt, qt, features, exists, below, center, GATED, CHECK, C)  # fmt: skip
+        if CARRY:
+            x_next, xc_next, of_next, center_next = x, xc, reference, center
+            flag_next = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0)
+        reference = below
     if TOTALS:
         sums_at = sums_ptr + (b * (S + 1) + s) * 6 * D
         _store_sums(sums_at, features, D, exists, R, reference, X, Z, length)
         tl.store(sums_at + 5 * D + features, center, exists)
-
-
-@triton.jit
-def _query_gradient(g_ptr, q_ptr, dq_ptr, c, log_den, center, t, gt, qt, D, features, inside):
-    """Store the gradient of the query (the gate), given the averages relative to a center."""
-    gate = tl.sigmoid(_tile(q_ptr, t, qt, features, inside, 0.0))
-    dq = _tile(g_ptr, t, gt, features, inside, 0.0) * (c + center[None, :]) * gate * (1.0 - gate)
-    dq = tl.where(log_den < float("inf"), dq, 0.0)
-    tl.store(dq_ptr + (t[:, None] * D + features[None, :]), dq.to(dq_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -454,16 +562,18 @@ def repair_backward_kernel(
     if tl.max(bad.to(tl.int32)) > 0:
         i = tl.arange(0, C)
         u, row = n * C + i, b * T * D
-        w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 2 * D
-        reference = tl.load(r_ptr + n * 2 * D + features, bad, 0.0)
-        center = tl.load(r_ptr + n * 2 * D + D + features, bad, 0.0)
+        w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 3 * D
+        reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
+        center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
         k, v = _keys(
             k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad, _starts(first_ptr, b, u, T, DOCUMENTS),
             center, DOCUMENTS)  # fmt: skip
         of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
         if not ALONE:
             state_at = state_ptr + (b * N + n) * 4 * D + features
-            e = (k - reference[None, :]) * LOG2E + tl.load(state_at, bad, EMPTY)[None, :]
+            e = (k - reference[None, :]) * LOG2E
+            if DOCUMENTS:
+                e += tl.load(state_at, bad, EMPTY)[None, :]
             seen = (k > -float("inf")) & bad[None, :]
             if DOCUMENTS:
                 seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
@@ -480,7 +590,7 @@ def repair_backward_kernel(
             g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
             if GATED:
                 g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
-            of_queries = r_ptr + t // C * 2 * D + features
+            of_queries = r_ptr + t // C * 3 * D + features
             c = tl.load(c_ptr + row + t * D + features, bad, 0.0).to(tl.float32)
             c += tl.load(of_queries + D, bad, 0.0) - center
             log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
@@ -526,11 +636,11 @@ def window_gradient_kernel(
             w_base, ALONE)  # fmt: skip
         tile = ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + i
         w -= tl.load(top_ptr + tile, (t < T) & (b < B), 0.0)[:, None]
-        center = tl.load(r_ptr + (b * N + n) * 2 * D + D + features, exists, 0.0)
+        center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
         row = b * T * D
         g, c, log_den, reference = _queries(
-            g_ptr + b * gb, q_ptr + b * qb if GATED else q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 2 * D, n, T,
-            D, gt, qt, features, keys, exists, center, GATED, C)  # fmt: skip
+            g_ptr + b * gb, q_ptr + b * qb if GATED else q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None,
+            n, T, D, gt, qt, features, exists, center, GATED, True, False, C)  # fmt: skip
         k, v = _keys(
             k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists,
             _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
@@ -556,4 +666,4 @@ def window_gradient_kernel(
                 total += tl.where(this[None, :], of_pair[:, None], 0.0)
     lag = t[:, None] - u[None, :]
     to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
-    tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None])
+    tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :])

@@ -148,8 +148,9 @@ def walk_kernel(
     M, age = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32)
     num, den, length = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32), 0.0
     if INITIAL and not TOTALS:
-        M = tl.load(m_ptr + b * KEYS + of_key, exists, EMPTY)
-        num, den = tl.load(n_ptr + b * D + features, exists, 0.0), tl.load(d_ptr + b * KEYS + of_key, exists, 0.0)
+        M = tl.load(m_ptr + b * KEYS + of_key, exists, EMPTY).to(tl.float32)
+        num = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
+        den = tl.load(d_ptr + b * KEYS + of_key, exists, 0.0).to(tl.float32)
     if SEGMENTS and not TOTALS:
         for earlier in range(segment):
             m, n, d, a, length = _load_sums(sums_ptr + (b * S + earlier) * 5 * D, features, D, exists)
