@@ -204,7 +204,9 @@ def compile_variant(problem: str, variant: Variant, architecture: int) -> Compil
     )
     try:
         target = GPUTarget("cuda", architecture, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": variant.warps, "maxnreg": variant.limit})
+        compiled = triton.compile(
+            source, target=target, options={"num_warps": variant.warps, "maxnreg": variant.limit}
+        )
     except Exception as error:
         return Compiled(problem, variant, architecture, error=f"{type(error).__name__}: {error}"[:2000])
     return Compiled(problem, variant, architecture, "", *_inspect(compiled, variant))

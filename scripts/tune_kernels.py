@@ -21,7 +21,8 @@ from aft_hf.kernels.triton.options import OPTIONS
 
 WALKS = [{"BD": b, "num_warps": w, "maxnreg": r} for b, w, r in product((32, 64, 128), (1, 2), (96, 128, 168))]
 PRODUCTS = [
-    {"BD": b, "num_warps": w, "PRECISION": p} for b, w, p in product((16, 32, 64), (1, 2, 4), ("bf16", "tf32", "tf32x3"))
+    {"BD": b, "num_warps": w, "PRECISION": p}
+    for b, w, p in product((16, 32, 64), (1, 2, 4), ("bf16", "tf32", "tf32x3"))
 ]
 # The kernels that are tuned one after the other, with their candidates, and whether their problem has a window.
 KERNELS: dict[str, tuple[list[dict[str, Any]], bool]] = {
@@ -44,7 +45,9 @@ def passes(batch: int, length: int, width: int, window: bool, dtype: torch.dtype
     return lambda: causal_launch.causal(*problem, keep=True)
 
 
-def milliseconds(kernel: str, dtype: str, candidate: dict[str, Any], sizes: tuple[int, int, int], repeats: int) -> float:
+def milliseconds(
+    kernel: str, dtype: str, candidate: dict[str, Any], sizes: tuple[int, int, int], repeats: int
+) -> float:
     """Time the pass that a kernel belongs to; infinite if the candidate does not run on this GPU."""
     before = OPTIONS[kernel][dtype]
     OPTIONS[kernel][dtype] = candidate

@@ -54,8 +54,9 @@ def launched(monkeypatch):
     """Assert that the kernels computed the problem, so that the portable form fails the test."""
     calls = []
     for module, name in ((launches, "walk"), (launches, "sweep"), (bidirectional, "forward")):
+        compute = getattr(module, name)
 
-        def counted(*arguments, compute=getattr(module, name), **options):
+        def counted(*arguments, compute=compute, **options):
             calls.append(arguments)
             return compute(*arguments, **options)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels for causal Eq. 2 with what they keep for the backward pass, against float64, interpreted on a CPU.
+"""The Triton kernels for causal Eq. 2, with what they keep for the backward pass, against float64.
 
 `test_triton.py` tests them as operators. Here are what the operators' contract does not ask: every size of a window,
 biases of each row, hidden tokens of any kind, and what is kept.
@@ -37,7 +37,9 @@ class Causal(torch.autograd.Function):
         return *(None if x is None else y for x, y in zip(problem, found)), None, None, None
 
 
-def problem(length, size=None, width=8, heads=1, *, batch=1, rows=1, positions=None, shared=False, alibi=False, **changes):
+def problem(
+    length, size=None, width=8, heads=1, *, batch=1, rows=1, positions=None, shared=False, alibi=False, **changes
+):
     """Return the arguments of `causal`, as float32 on the CPU, with w of a window of `size` (None: no window)."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(batch, length, n) for n in (width, heads if shared else width, width))
@@ -56,7 +58,11 @@ def assert_exact(given, dtype=FP32, terms=1.0):
     found, exact = [], []
     for results, function, inputs in (
         (found, Causal.apply, [x if x is None else x.to(DEVICE, dtype) for x in given[:3]]),
-        (exact, lambda *x: portable("causal", *x), [x if x is None else x.nan_to_num(nan=0.0, neginf=-torch.inf) for x in rounded]),
+        (
+            exact,
+            lambda *x: portable("causal", *x),
+            [x if x is None else x.nan_to_num(nan=0.0, neginf=-torch.inf) for x in rounded],
+        ),
     ):
         device = inputs[2].device
         others = [x.to(device) if isinstance(x, torch.Tensor) else x for x in given[3:]]
@@ -88,7 +94,9 @@ def test_a_window_of_any_size(size):
     assert_exact(problem(70, size, positions=None if size < 40 else 9))
 
 
-@pytest.mark.parametrize(("width", "heads", "shared"), ((3, 3, False), (4, 2, True), (35, 1, False), (34, 2, True), (1, 1, True)))
+@pytest.mark.parametrize(
+    ("width", "heads", "shared"), ((3, 3, False), (4, 2, True), (35, 1, False), (34, 2, True), (1, 1, True))
+)
 def test_heads_of_any_width_with_a_key_each_or_one_per_feature(width, heads, shared):
     assert_exact(problem(35, 3, width, heads, shared=shared, positions=1))
     assert_exact(problem(35, None, width, heads, shared=shared, alibi=True))
@@ -111,7 +119,9 @@ HIDDEN = {
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_nan_in_hidden_tokens_changes_nothing(hidden, size):
     options, tokens = HIDDEN[hidden]
-    given = problem(70, {"alone": 4, "alibi": None}.get(size, size), alone=size == "alone", alibi=size == "alibi", **options)
+    given = problem(
+        70, {"alone": 4, "alibi": None}.get(size, size), alone=size == "alone", alibi=size == "alibi", **options
+    )
     if options:
         given[0][:, tokens] = given[1][:, tokens] = torch.nan
     else:
@@ -165,3 +175,35 @@ def test_options_name_every_kernel_and_dtype():
     for kernel, entries in OPTIONS.items():
         assert {"bfloat16", "float32"} <= set(entries), kernel
         assert all("BD" in x and "num_warps" in x for x in entries.values() if kernel.startswith(("walk", "sweep")))
+
+
+# Heads, positions, features, first token, tokens, window
+BANDS = (
+    ((1, 40, 17), 0, 40, 5),
+    ((2, 70, 4), 33, 30, 40),
+    ((1, 9, 8), 4, 0, 3),
+    ((1, 3, 16), 0, 3, 40),
+    ((1, 40, 8), 39, 1, 1),
+)
+
+
+@pytest.mark.parametrize("case", BANDS, ids=str)
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_a_band_and_its_gradients_are_those_of_the_products(case, dtype):
+    shape, *sizes = case
+    start, length, window = sizes
+    torch.manual_seed(0)
+    factors = [torch.randn(shape).to(dtype) for _ in range(2)]
+    exact = [x.double().requires_grad_() for x in factors]
+    t = start + torch.arange(length)[:, None]
+    keys = t - (window - 1) + torch.arange(window)
+    defined = (keys >= 0)[None, :, None].expand(1, -1, shape[0], -1)
+    expected = (exact[0] @ exact[1].mT)[:, t, keys.clamp(0)].transpose(0, 1)[None] * defined
+    weight = torch.randn(expected.shape) * defined
+    factors = [x.to(DEVICE) for x in factors]
+    found = causal_launch.band(*factors, *sizes).cpu() * defined
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    gradients = causal_launch.band_backward(weight.to(DEVICE), *factors, *sizes)
+    allowed = 2e-5 + (torch.finfo(dtype).eps if dtype == BF16 else 0.0)
+    for x, y in zip(gradients, torch.autograd.grad(expected, exact, weight.double(), allow_unused=True)):
+        torch.testing.assert_close(x.double().cpu(), y, rtol=allowed, atol=allowed)

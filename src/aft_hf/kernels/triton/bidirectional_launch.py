@@ -107,4 +107,3 @@ def backward(
     if per_head:
         of_key = of_key.unflatten(-1, (num_heads, -1)).sum(-1).to(key.dtype)
     return of_query, of_key, of_value, found
-

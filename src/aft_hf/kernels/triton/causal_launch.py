@@ -37,8 +37,8 @@ def segments(value: torch.Tensor, block: int, warps: int, most: int = 64) -> tup
 
 def kept_like(value: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return memory for what `causal` keeps for its gradient: averages relative to a center, base-2 logarithms of
-    denominators relative to a reference, and, of each chunk, reference, center and, for windows, whether it was repaired,
-    (B, N, 2 or 3, d).
+    denominators relative to a reference, and, of each chunk, reference, center and, for windows, whether it was
+    repaired, (B, N, 2 or 3, d).
     """
     batch, length, width = value.shape
     average = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
@@ -171,7 +171,9 @@ class Sweep:
         self.rows = int(first is not None or window.w_row > 0)
         same = window.positions == 1 and first is None
         # All chunks that do not begin near the first token have the same tiles, if w does not depend on the position
-        self.tiles_per_row = min(self.chunks, 2 * self.near + 2 if backward else self.near + 2) if same else self.chunks
+        self.tiles_per_row = (
+            min(self.chunks, 2 * self.near + 2 if backward else self.near + 2) if same else self.chunks
+        )
         self.blocks, self.device = -(-head // self.chosen["BD"]), value.device
         shape: dict[str, Any] = {"HEADS": window.heads, "NEAR": self.near, "ALONE": window.alone, "C": CHUNK}
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
@@ -213,7 +215,6 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     The sums of `state` are not updated.
     """
     from .sweep_kernels import repair_kernel, sweep_kernel
-    from .walk_kernels import walk_kernel
 
     query, key, value = _dense(query), _dense(key), _dense(value)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -240,8 +241,8 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
 
 
 def sums_of_segments(key, value, first, sums, count, size, shift):  # type: ignore[no-untyped-def]
-    """Compute the sums of the first `count` segments of `size` tokens, which begin `shift` tokens earlier, in memory for
-    one segment more.
+    """Compute the sums of the first `count` segments of `size` tokens, which begin `shift` tokens earlier, in memory
+    for one segment more.
     """
     from .walk_kernels import walk_kernel
 
@@ -257,7 +258,7 @@ def sums_of_segments(key, value, first, sums, count, size, shift):  # type: igno
 
 def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed):  # type: ignore[no-untyped-def]
     """Compute the gradients of query, key, value and, if needed, of w: (parts, T, h, s), or (parts, h, T, T)."""
-    from .sweep_kernels import repair_backward_kernel, sweep_backward_kernel, window_gradient_kernel
+    from .sweep_kernels import repair_backward_kernel, sweep_backward_kernel
 
     gradient, query, key, value = _dense(gradient), _dense(query), _dense(key), _dense(value)
     shared, of_window = key.shape[2] != value.shape[2], None
@@ -306,7 +307,7 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
         found = torch.zeros(shape, dtype=torch.float32, device=at.device)
         dw_token, dw_head = at.length + 1, at.length**2
     constants = at.common | chosen | {"BLOCKS": blocks}
-    sizes = at.batch, at.length, at.chunks, at.tiles_per_row, at.width, parts, each, *window.numbers, at.rows
+    sizes = at.batch, at.length, at.chunks, at.tiles_per_row, at.width, each, *window.numbers, at.rows
     given = *tensors, window.tensor, at.tiles.top, first, found
     to = found.stride(0), dw_token, dw_head
     window_gradient_kernel[(tiles * parts,)](*given, *sizes, *to, *strides, **constants)
@@ -441,3 +442,44 @@ def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no
         programs = batch * heads * (1 if shared else blocks)
         step_kernel[(programs,)](query, key, value, bias, slopes, *state, output, window, width, *strides, **constants)
     return output
+
+
+# ------------------------------------------------------------------------------------------------- w from its factors
+
+
+def band(query, key, start, length, window):  # type: ignore[no-untyped-def]
+    """Compute `band`."""
+    from .band_kernels import band_kernel
+
+    heads, positions, features = query.shape
+    found = torch.empty((1, length, heads, window), dtype=torch.float32, device=query.device)
+    sizes = start, length, positions, features, window, -(-length // CHUNK)
+    with torch.cuda.device_of(query):
+        if found.numel():
+            given = query.contiguous(), key.contiguous(), found
+            band_kernel[(sizes[-1] * heads,)](*given, *sizes, **_band_constants(heads, features, window))
+    return found
+
+
+def band_backward(gradient, query, key, start, length, window):  # type: ignore[no-untyped-def]
+    """Compute the gradients of the factors of `band`."""
+    from .band_kernels import band_backward_kernel
+
+    heads, positions, features = query.shape
+    constants, gradient, found = _band_constants(heads, features, window), gradient.contiguous(), []
+    blocks, chunks = -(-features // constants["BF"]), -(-length // CHUNK)
+    with torch.cuda.device_of(query):
+        for factor, of_keys in ((key, False), (query, True)):
+            of_factor = torch.zeros(factor.shape, dtype=factor.dtype, device=factor.device)
+            count = chunks + constants["NEAR"] if of_keys else chunks
+            if gradient.numel():
+                sizes = start, length, positions, features, window, count
+                given = gradient, factor.contiguous(), of_factor
+                band_backward_kernel[(count * blocks * heads,)](*given, *sizes, OF_KEYS=of_keys, **constants)
+            found.append(of_factor)
+    return tuple(found)
+
+
+def _band_constants(heads: int, features: int, window: int) -> dict[str, Any]:
+    block = min(64, max(16, power_of_two_from(features)))
+    return {"HEADS": heads, "NEAR": -(-(window - 1) // CHUNK), "C": CHUNK, "BF": block, "num_warps": 4}

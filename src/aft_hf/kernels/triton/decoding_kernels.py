@@ -140,10 +140,10 @@ def state_kernel(
         tl.store(values_ptr + (of_head * W + i[:, None]) * HEAD + own[None, :], values.to(tl.float32), there)
     if not ALONE:
         M, num = tl.load(old_m_ptr + key_place, exists, EMPTY), tl.load(old_n_ptr + of_head * HEAD + own, exists, 0.0)
-        den, age = tl.load(old_d_ptr + key_place, exists, 0.0), 0.0
+        den = tl.load(old_d_ptr + key_place, exists, 0.0)
         for s in range(S):
-            m, n, d, a, length = _load_sums(sums_ptr + (b * (S + 1) + s) * 5 * D, features, D, exists)
-            M, age, num, den = _join(M, 0.0, num, den, m, n, d, 0.0, 0.0, 0.0, LOG2E)
+            m, n, d, _, _ = _load_sums(sums_ptr + (b * (S + 1) + s) * 5 * D, features, D, exists)
+            M, _, num, den = _join(M, 0.0, num, den, m, n, d, 0.0, 0.0, 0.0, LOG2E)
         tl.store(m_ptr + key_place, M, key_kept)
         tl.store(n_ptr + of_head * HEAD + own, num, exists)
         tl.store(d_ptr + key_place, den, key_kept)

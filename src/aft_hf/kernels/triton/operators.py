@@ -9,6 +9,7 @@ A backward pass computes the forward pass again, so that only the inputs are sav
 
 import torch
 
+from ...position_biases_aft import working_dtype
 from ..operators import NAMESPACE, new_gradients, portable
 from . import bidirectional_launch, causal_launch
 from .causal_launch import causal_state
@@ -20,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def register(dispatch_key: str = "CUDA") -> torch.library.Library:
     """Register the kernels for a dispatch key, in place of what is registered for it, as long as the result exists."""
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for operator in (causal, causal_backward, causal_state, table, table_backward):
+    for operator in (causal, causal_backward, causal_state, band, band_backward, table, table_backward):
         library.impl(operator.__name__, operator, dispatch_key, allow_override=True)
     return library
 
@@ -38,6 +39,16 @@ def causal_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
         return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
     _, *kept = causal_launch.causal(*problem, keep=True)
     return causal_launch.causal_backward(gradient, *problem, *kept, bias_needed)
+
+
+def band(query, key, *sizes):  # type: ignore[no-untyped-def]
+    if query.dtype not in DTYPES:
+        return portable("band", query, key, *sizes).to(working_dtype(query))
+    return causal_launch.band(query, key, *sizes)
+
+
+def band_backward(gradient, *problem):  # type: ignore[no-untyped-def]
+    return causal_launch.band_backward(gradient, *problem)
 
 
 def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]

@@ -28,12 +28,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
     },
     "sweep_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "tf32"},
-        "float32": {"BD": 16, "num_warps": 1, "PRECISION": "tf32x3"},
+        "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
+        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "tf32"},
-        "float32": {"BD": 16, "num_warps": 1, "PRECISION": "tf32x3"},
+        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "bf16"},
+        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     # BW: keys of the window at once
     "step_kernel": {
@@ -41,8 +41,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 32, "BW": 32, "num_warps": 1},
     },
     "window_gradient_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},
-        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},
+        "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
     },
 }
 

@@ -24,7 +24,7 @@ TINY = tl.constexpr(8.8e-27)  # exp(-SAFE)
 @triton.jit
 def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr,
              KEY_PER_HEAD: tl.constexpr):  # fmt: skip
-    """The row, segment, head and block of features of a program, its features, which of them exist, and their keys."""
+    """The row, segment and head of a program, its features, which of them exist, and their keys."""
     pid = tl.program_id(0)
     f, s, b = pid % (HEADS * BLOCKS), pid // (HEADS * BLOCKS) % S, (pid // (HEADS * BLOCKS) // S).to(tl.int64)
     own, head = f % BLOCKS * BD + tl.arange(0, BD), f // BLOCKS
@@ -32,7 +32,7 @@ def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, B
     keys = features
     if KEY_PER_HEAD:
         keys = features * 0 + head
-    return b, s, head, f, features, own < HEAD, keys
+    return b, s, head, features, own < HEAD, keys
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def tiles_kernel(
     HEADS: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Make A, (rows, h, NT, C, (NEAR + 1) C), and with BACKWARD its transposes by chunks of keys; the largest w of each
-    query; the weight of the tokens before the near chunks, 0 if it does not see any; and the spread of w.
+    """Make A, (rows, h, NT, C, (NEAR + 1) C), and with BACKWARD its transposes by chunks of keys; the largest w of
+    each query; the weight of the tokens before the near chunks, 0 if it does not see any; and the spread of w.
     """
     pid = tl.program_id(0)
     n, head, b = pid % NT, pid // NT % HEADS, (pid // NT // HEADS).to(tl.int64)
@@ -135,7 +135,7 @@ def sweep_kernel(
 ):  # fmt: skip
     """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
     CHECK: tl.constexpr = DOCUMENTS or ALONE
-    b, s, head, f, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
     if GATED:
         q_ptr += b * qb
@@ -273,7 +273,7 @@ def repair_kernel(
     BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of the flagged features of a chunk key by key."""
-    b, n, head, f, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     of_chunk = (b * N + n) * D + features
     bad = exists & (tl.load(flag_ptr + of_chunk, exists, 0) != 0)
     if tl.max(bad.to(tl.int32)) > 0:
@@ -362,7 +362,8 @@ def _far_queries(
     """Add the queries of a chunk to the sums over those that see all keys before the near chunks."""
     there, i = n * C < T, tl.arange(0, C)
     g, c, log_den, of_queries = _queries(
-        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C)
+        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C
+    )
     log_den += (tl.load(top_ptr + tile * C + i, there, 0.0) * LOG2E)[:, None]
     shift = (reference - of_queries) * LOG2E
     if CHECK:
@@ -380,8 +381,8 @@ def _far_queries(
 
 @triton.jit
 def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, D, exists):
-    """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference, so
-    no exponential exceeds 1.
+    """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference,
+    so no exponential exceeds 1.
     """
     shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
     x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
@@ -403,7 +404,7 @@ def sweep_backward_kernel(
     """
     CHECK: tl.constexpr = DOCUMENTS or ALONE
     CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS
-    b, s, head, f, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     if TOTALS:
         s += 1
     row = b * T * D
@@ -425,12 +426,30 @@ def sweep_backward_kernel(
             shift = (reference - of_sums) * LOG2E
             den += (tl.load(sums_at + 5 * D + features, exists, 0.0) - center) * num
             if CHECK:
-                R, age, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
+                R, _, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
             else:
                 X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
     if CARRY:  # the queries of the chunk after the segment
         g, c, log_den, of_next = _queries(
-            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C)
+            g_ptr,
+            q_ptr,
+            c_ptr,
+            l_ptr,
+            r_ptr,
+            None,
+            end,
+            T,
+            D,
+            gt,
+            qt,
+            features,
+            exists,
+            center,
+            GATED,
+            CHECK,
+            False,
+            C,
+        )
         x_next = tl.exp2(-log_den) * g
         x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
         center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
@@ -465,8 +484,8 @@ def sweep_backward_kernel(
             x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
             if CARRY:
                 far_own = _far_sums(
-                    g, c, log_den, reference, r_ptr + features, n - 2, top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i,
-                    D, exists)  # fmt: skip
+                    g, c, log_den, reference, r_ptr + features, n - 2,
+                    top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i, D, exists)  # fmt: skip
             a = tl.load(b_at)
             of_num, of_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
             k, v = _keys(
@@ -557,7 +576,7 @@ def repair_backward_kernel(
     ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the flagged features of a chunk of keys query by query."""
-    b, n, head, f, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
     if tl.max(bad.to(tl.int32)) > 0:
         i = tl.arange(0, C)
@@ -605,9 +624,66 @@ def repair_backward_kernel(
 
 
 @triton.jit
+def _window_gradient(
+    total, careful, b, j, n, head, own, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr,
+    B, T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr,
+    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add some features of a row to a tile of the gradient of w: by products or, CAREFUL, key by key those whose
+    products may overflow, which are counted otherwise.
+    """
+    i = tl.arange(0, C)
+    t, u = n * C + i, (n - NEAR + j) * C + i
+    features, exists, row = head * HEAD + own, (own < HEAD) & (b < B), b * T * D
+    keys = features
+    if KEY_PER_HEAD:
+        keys = features * 0 + head
+    start = _starts(first_ptr, b, t, T, DOCUMENTS)
+    w = _biases(
+        w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
+        w_base, ALONE)  # fmt: skip
+    tile = ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + i
+    w -= tl.load(top_ptr + tile, (t < T) & (b < B), 0.0)[:, None]
+    center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
+    if GATED:
+        q_ptr += b * qb
+    g, c, log_den, reference = _queries(
+        g_ptr + b * gb, q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None, n, T, D, gt, qt, features,
+        exists, center, GATED, True, False, C)  # fmt: skip
+    k, v = _keys(
+        k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS),
+        center, DOCUMENTS)  # fmt: skip
+    k = (k - reference[None, :]) * LOG2E
+    rho = _largest(-log_den + (g + c) * 0.0)
+    lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
+    good = highest + rho <= SAFE * LOG2E
+    if CAREFUL:
+        for s in range(C):
+            this = u == (n - NEAR + j) * C + s
+            of_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
+            value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
+            of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
+            seen = (of_w > -float("inf")) & (exists & ~good & (of_key > -float("inf")))[None, :]
+            seen &= log_den < float("inf")
+            a = tl.exp2(tl.where(seen, of_key[None, :] + of_w * LOG2E - log_den, EMPTY))
+            of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
+            total += tl.where(this[None, :], of_pair[:, None], 0.0)
+    else:
+        x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
+        e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
+        ev, xc = tl.where(good[None, :], e * v, 0.0), tl.where(good[None, :], x * c, 0.0)
+        product = _dot(_factor(x, PRECISION), tl.trans(_factor(ev, PRECISION)), PRECISION)
+        product -= _dot(_factor(xc, PRECISION), tl.trans(_factor(e, PRECISION)), PRECISION)
+        total += tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * product, 0.0)
+        careful += tl.max((exists & ~good).to(tl.int32))
+    return total, careful
+
+
+@triton.jit
 def window_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dw_ptr,
-    B, T, N, NT, D, parts, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,
+    B, T, N, NT, D, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,
     gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
     ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
@@ -619,51 +695,21 @@ def window_gradient_kernel(
     pid = tl.program_id(0)
     j, n, head = pid % (NEAR + 1), pid // (NEAR + 1) % N, pid // (NEAR + 1) // N % HEADS
     part = (pid // (NEAR + 1) // N // HEADS).to(tl.int64)
-    i = tl.arange(0, C)
-    t, u = n * C + i, (n - NEAR + j) * C + i
-    total = tl.zeros((C, C), tl.float32)
+    total, careful, i = tl.zeros((C, C), tl.float32), 0, tl.arange(0, C)
     for step in range(each * BLOCKS):
-        b, own = part * each + step // BLOCKS, step % BLOCKS * BD + tl.arange(0, BD)
-        features, exists = head * HEAD + own, (own < HEAD) & (b < B)
-        keys = features
-        if KEY_PER_HEAD:
-            keys = features * 0 + head
-        start = _starts(first_ptr, b, t, T, DOCUMENTS)
-        if DOCUMENTS:
-            start = tl.where(b < B, start, T)
-        w = _biases(
-            w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
-            w_base, ALONE)  # fmt: skip
-        tile = ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + i
-        w -= tl.load(top_ptr + tile, (t < T) & (b < B), 0.0)[:, None]
-        center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
-        row = b * T * D
-        g, c, log_den, reference = _queries(
-            g_ptr + b * gb, q_ptr + b * qb if GATED else q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None,
-            n, T, D, gt, qt, features, exists, center, GATED, True, False, C)  # fmt: skip
-        k, v = _keys(
-            k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists,
-            _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
-        k = (k - reference[None, :]) * LOG2E
-        rho = _largest(-log_den + (g + c) * 0.0)
-        lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
-        good = highest + rho <= SAFE * LOG2E  # per feature; others are computed key by key
-        x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
-        e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
-        xc, ev = tl.where(good[None, :], x * c, 0.0), tl.where(good[None, :], e * v, 0.0)
-        product = tl.dot(x, tl.trans(ev), input_precision=PRECISION) - tl.dot(xc, tl.trans(e), input_precision=PRECISION)
-        total += tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * product, 0.0)
-        if tl.max((exists & ~good).to(tl.int32)) > 0:
-            for s in range(C):
-                this = u == (n - NEAR + j) * C + s
-                of_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
-                value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
-                of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
-                seen = (of_w > -float("inf")) & (exists & ~good & (of_key > -float("inf")))[None, :]
-                seen &= log_den < float("inf")
-                a = tl.exp2(tl.where(seen, of_key[None, :] + of_w * LOG2E - log_den, EMPTY))
-                of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
-                total += tl.where(this[None, :], of_pair[:, None], 0.0)
+        total, careful = _window_gradient(
+            total, careful, part * each + step // BLOCKS, j, n, head, step % BLOCKS * BD + tl.arange(0, BD), g_ptr,
+            q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, B, T, N, NT, D, positions, past, size,
+            w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+            HEADS, HEAD, KEY_PER_HEAD, NEAR, ALONE, DOCUMENTS, GATED, PRECISION, C, False)  # fmt: skip
+    if careful > 0:
+        for step in range(each * BLOCKS):
+            total, careful = _window_gradient(
+                total, careful, part * each + step // BLOCKS, j, n, head, step % BLOCKS * BD + tl.arange(0, BD), g_ptr,
+                q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, B, T, N, NT, D, positions, past,
+                size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+                HEADS, HEAD, KEY_PER_HEAD, NEAR, ALONE, DOCUMENTS, GATED, PRECISION, C, True)  # fmt: skip
+    t, u = n * C + i, (n - NEAR + j) * C + i
     lag = t[:, None] - u[None, :]
     to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
     tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :])

@@ -215,7 +215,7 @@ def walk_kernel(
 
 @triton.jit
 def _add_query(
-    R, age, X, Z, length, g, q, c, l, t, T, first, center, slope, dq_ptr, step, features, exists,
+    R, age, X, Z, length, g, q, c, log_den, t, T, first, center, slope, dq_ptr, step, features, exists,
     ALIBI: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, TOTALS: tl.constexpr,
 ):  # fmt: skip
     """Add the query of a token to the sums over its gradient / denominator (X), times its average (Z), which are
@@ -224,7 +224,7 @@ def _add_query(
     g, c, inside = g.to(tl.float32), c.to(tl.float32), exists & (t < T)
     if DOCUMENTS:
         hidden = first > t
-        g, c, l = tl.where(hidden, 0.0, g), tl.where(hidden, 0.0, c), tl.where(hidden, float("inf"), l)
+        g, c, log_den = tl.where(hidden, 0.0, g), tl.where(hidden, 0.0, c), tl.where(hidden, float("inf"), log_den)
     if GATED:
         gate = _divide(1.0, 1.0 + tl.exp2(-q.to(tl.float32) * LOG2E))
         if DOCUMENTS:
@@ -234,7 +234,7 @@ def _add_query(
             dq = (c + center) * (gated - gated * gate)
             tl.store(dq_ptr + (t * step + features), dq.to(dq_ptr.dtype.element_ty), inside)
         g = gated
-    x = -l - R
+    x = -log_den - R
     if ALIBI:
         one = tl.where(t < T, 1.0, 0.0)
         if DOCUMENTS:
@@ -246,7 +246,7 @@ def _add_query(
     p, s = tl.where(larger, g, e * g), tl.where(larger, e, 1.0)
     if ALIBI:
         age = tl.where(larger, 0.0, age)
-    return tl.where(larger, -l, R), age, X * s + p, Z * s + p * c, length
+    return tl.where(larger, -log_den, R), age, X * s + p, Z * s + p * c, length
 
 
 @triton.jit
@@ -310,7 +310,7 @@ def walk_backward_kernel(
         first_ptr += b * T
     none, f, t = -float("inf"), (T, T), last * C + C - PAIR
     g, c = _pair(g_ptr, t, T, gt, features, exists, 0.0), _pair(c_ptr, t, T, D, features, exists, 0.0)
-    l, q, k, v = _pair(l_ptr, t, T, D, features, exists, float("inf")), g, g, g
+    log_den, q, k, v = _pair(l_ptr, t, T, D, features, exists, float("inf")), g, g, g
     if GATED:
         q = _pair(q_ptr, t, T, qt, features, exists, 0.0)
     if not TOTALS:
@@ -326,8 +326,10 @@ def walk_backward_kernel(
         for group in range(0, C, PAIR):
             t = chunk * C + C - PAIR - group
             g_next, c_next = (
-                _pair(g_ptr, t - PAIR, T, gt, features, exists, 0.0), _pair(c_ptr, t - PAIR, T, D, features, exists, 0.0))
-            l_next, q_next = _pair(l_ptr, t - PAIR, T, D, features, exists, float("inf")), q
+                _pair(g_ptr, t - PAIR, T, gt, features, exists, 0.0),
+                _pair(c_ptr, t - PAIR, T, D, features, exists, 0.0),
+            )
+            log_den_next, q_next = _pair(l_ptr, t - PAIR, T, D, features, exists, float("inf")), q
             k_next, v_next, f_next = k, v, f
             if GATED:
                 q_next = _pair(q_ptr, t - PAIR, T, qt, features, exists, 0.0)
@@ -338,16 +340,16 @@ def walk_backward_kernel(
                 f_next = _pair(first_ptr, t - PAIR, T, 1, 0, start < T, 0)
             for i in tl.static_range(PAIR - 1, -1, -1):
                 R, age, X, Z, length = _add_query(
-                    R, age, X, Z, length, g[i], q[i], c[i], l[i], t + i, T, f[i], center, slope, dq_ptr, D,
+                    R, age, X, Z, length, g[i], q[i], c[i], log_den[i], t + i, T, f[i], center, slope, dq_ptr, D,
                     features, exists, ALIBI, DOCUMENTS, GATED, TOTALS)  # fmt: skip
                 if not TOTALS:
                     _key_gradients(
-                        R, age, X, Z, k[i], v[i], t + i, T, f[i], reference, center, slope, dk_ptr, dv_ptr, D, features, exists,
-                        ALIBI, DOCUMENTS)  # fmt: skip
+                        R, age, X, Z, k[i], v[i], t + i, T, f[i], reference, center, slope, dk_ptr, dv_ptr, D, features,
+                        exists, ALIBI, DOCUMENTS)  # fmt: skip
                 if DOCUMENTS:  # the queries of a document do not see the tokens before it
                     begins = f[i] == t + i
                     R, X, Z = tl.where(begins, EMPTY, R), tl.where(begins, 0.0, X), tl.where(begins, 0.0, Z)
                     length = tl.where(begins, float("inf"), length)
-            g, q, k, v, c, l, f = g_next, q_next, k_next, v_next, c_next, l_next, f_next
+            g, q, k, v, c, log_den, f = g_next, q_next, k_next, v_next, c_next, log_den_next, f_next
     if TOTALS:
         _store_sums(sums_ptr + (b * (S + 1) + segment) * 5 * D, features, D, exists, R, age, X, Z, length)
