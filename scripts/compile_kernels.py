@@ -232,14 +232,16 @@ def _inspect(compiled, variant: Variant) -> tuple[int | float, ...]:
 
 
 def _longest_loop(lines: list[tuple[str, str]]) -> list[str]:
-    """The instructions of the longest stretch of code that a backward branch closes."""
-    places, longest = {int(address, 16): i for i, (address, _) in enumerate(lines)}, []
+    """The instructions of the longest stretch of code that a backward branch closes: of those with matrix products, if
+    there are any, since what is computed key by key is rare.
+    """
+    places, loops = {int(address, 16): i for i, (address, _) in enumerate(lines)}, []
     for i, (address, text) in enumerate(lines):
         target = re.search(r"BRA.*?(0x[0-9a-f]+)", text)
-        start = places.get(int(target[1], 16), i) if target and int(target[1], 16) < int(address, 16) else i
-        if i - start > len(longest):
-            longest = [x for _, x in lines[start : i + 1]]
-    return longest
+        if target and int(target[1], 16) < int(address, 16) and int(target[1], 16) in places:
+            loops.append([x for _, x in lines[places[int(target[1], 16)] : i + 1]])
+    with_products = [loop for loop in loops if any("MMA" in x for x in loop)]
+    return max(with_products or loops or [[]], key=len)
 
 
 def _bytes_of(instruction: str) -> int:

@@ -171,6 +171,16 @@ def test_what_is_kept_has_the_shapes_of_the_fake_and_is_empty_without_gradients(
     assert all(x.numel() == 0 for x in nothing)
 
 
+def test_an_empty_batch_has_empty_results_and_no_gradient_of_w():
+    given = [x if not isinstance(x, torch.Tensor) else x.to(DEVICE) for x in problem(5, 3)]
+    given[:3] = [x[:0] for x in given[:3]]
+    output, *kept = causal_launch.causal(*given, True)
+    assert output.shape == given[2].shape
+    *others, of_w = causal_launch.causal_backward(output, *given, *kept, True)
+    assert [x.shape for x in others] == [x.shape for x in given[:3]]
+    assert of_w.shape == given[3].shape and of_w.eq(0).all()
+
+
 def test_options_name_every_kernel_and_dtype():
     for kernel, entries in OPTIONS.items():
         assert {"bfloat16", "float32"} <= set(entries), kernel

@@ -320,7 +320,10 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
 def causal(query, key, value, bias, slopes, first, hides_outside, keep):  # type: ignore[no-untyped-def]
     """Compute `causal` and, with `keep`, what its gradient needs; empty tensors otherwise."""
     kept = kept_like(value, bias) if keep else None
-    if bias is None:
+    slopes, first = (x if x is None else x.contiguous() for x in (slopes, first))
+    if value.numel() == 0:
+        output = torch.empty_like(value)
+    elif bias is None:
         output = walk(query, key, value, slopes, first, kept)
     else:
         output = sweep(query, key, value, Window.by_lag(bias, hides_outside), first, kept)
@@ -331,7 +334,11 @@ def causal_backward(  # type: ignore[no-untyped-def]
     gradient, query, key, value, bias, slopes, first, hides_outside, average, logsumexp, center, bias_needed
 ):
     kept = average, logsumexp, center
-    if bias is None:
+    slopes, first = (x if x is None else x.contiguous() for x in (slopes, first))
+    if value.numel() == 0:
+        empty = query, key, value, bias if bias_needed else None
+        found = tuple(None if x is None else torch.zeros_like(x) for x in empty)
+    elif bias is None:
         found = *walk_backward(gradient, query, key, value, slopes, first, kept), None
     else:
         window = Window.by_lag(bias, hides_outside)
@@ -367,6 +374,7 @@ def _by_position(of_window: torch.Tensor, bias: torch.Tensor, first: torch.Tenso
 
 def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):  # type: ignore[no-untyped-def]
     """Compute `causal_state`, which updates the state in place."""
+    slopes = slopes if slopes is None else slopes.contiguous()
     if value.shape[1] == 1 and first is None:
         return decode(query, key, value, bias, slopes, state, alone=hides_outside)
     return prefill(query, key, value, bias, slopes, first, hides_outside, state)

@@ -344,8 +344,8 @@ def walk_backward_kernel(
                     features, exists, ALIBI, DOCUMENTS, GATED, TOTALS)  # fmt: skip
                 if not TOTALS:
                     _key_gradients(
-                        R, age, X, Z, k[i], v[i], t + i, T, f[i], reference, center, slope, dk_ptr, dv_ptr, D, features,
-                        exists, ALIBI, DOCUMENTS)  # fmt: skip
+                        R, age, X, Z, k[i], v[i], t + i, T, f[i], reference, center, slope, dk_ptr, dv_ptr, D,
+                        features, exists, ALIBI, DOCUMENTS)  # fmt: skip
                 if DOCUMENTS:  # the queries of a document do not see the tokens before it
                     begins = f[i] == t + i
                     R, X, Z = tl.where(begins, EMPTY, R), tl.where(begins, 0.0, X), tl.where(begins, 0.0, Z)
