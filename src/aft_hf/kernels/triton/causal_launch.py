@@ -163,7 +163,7 @@ class Tiles(NamedTuple):
 class Sweep:
     """Sizes and constants that the kernels of one problem share, and its tiles."""
 
-    def __init__(self, query, key, value, window: Window, first, *, backward: bool):  # type: ignore[no-untyped-def]
+    def __init__(self, query, key, value, window: Window, first, *, backward: bool, initial: bool = False):  # type: ignore[no-untyped-def]
         self.batch, self.length, self.width = value.shape
         self.chosen = options("sweep_backward_kernel" if backward else "sweep_kernel", value)
         self.chunks, head = -(-self.length // CHUNK), self.width // window.heads
@@ -179,7 +179,7 @@ class Sweep:
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
         self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None, **self.chosen}
         self.programs = self.batch * window.heads * self.blocks
-        self.tiles = self._tiles(window, first, shape, backward)
+        self.tiles = self._tiles(window, first, shape | {"INITIAL": initial}, backward)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -219,7 +219,7 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     query, key, value = _dense(query), _dense(key), _dense(value)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     with torch.cuda.device_of(value):
-        at = Sweep(query, key, value, window, first, backward=False)
+        at = Sweep(query, key, value, window, first, backward=False, initial=state is not None)
         count, size = at.segments(value)
         far, strides, tiles = not window.alone, _strides(query, key, value), at.tiles
         sums = at.empty(at.batch, count, 5, at.width) if far and count > 1 else None
@@ -234,7 +234,7 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
         sweep_kernel[(at.programs * count,)](*given, *before, *sizes, *strides, **constants)
         given = query, key, value, window.tensor, tiles.top, first, output, *of_kept, *flags
         sizes = at.length, at.chunks, at.tiles_per_row, at.width, *window.numbers, at.rows
-        constants = at.common | {"KEEP": kept is not None}
+        constants = at.common | {"KEEP": kept is not None, "INITIAL": state is not None}
         del constants["PRECISION"]
         repair_kernel[(at.programs * at.chunks,)](*given, *sizes, *strides, **constants)
     return output

@@ -91,7 +91,7 @@ def tiles_kernel(
     w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
     T, N, NT, positions, past, size, w_row, w_position, w_head, w_base,
     HEADS: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr,
-    C: tl.constexpr,
+    INITIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Make A, (rows, h, NT, C, (NEAR + 1) C), and with BACKWARD its transposes by chunks of keys; the largest w of
     each query; the weight of the tokens before the near chunks, 0 if it does not see any; and the spread of w.
@@ -103,6 +103,8 @@ def tiles_kernel(
     start = _starts(first_ptr, b, t, T, DOCUMENTS)
     w_ptr += b * w_row + head * w_head
     outside = (start < (n - NEAR) * C) & (t >= start)
+    if INITIAL:  # tokens of a state precede all of these
+        outside = t >= start
     if ALONE:
         outside = outside & (t < 0)
     top, low = tl.where(outside, 0.0, EMPTY), tl.where(outside, 0.0, -EMPTY)
@@ -200,14 +202,15 @@ def sweep_kernel(
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
             if CHECK:  # the sums may be NaN, which rows of another document do not see
                 num, den = tl.where(far >= 0.0, num, 0.0), tl.where(far >= 0.0, den, 0.0)
-        k2, v2, u = k, v, t
+        p = tl.exp2((k - m[None, :]) * LOG2E)
+        pv, k2, v2, u = p * v, k, v, t
         if NEAR > 0:
-            u = oldest + i
+            own_p, own_pv, u = _factor(p, PRECISION), _factor(pv, PRECISION), oldest + i
             k2, v2 = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
-        p = tl.exp2((k2 - m[None, :]) * LOG2E)
-        pv = p * v2
+            p = tl.exp2((k2 - m[None, :]) * LOG2E)
+            pv = p * v2
         if CHECK and not ALONE:
             k2 = tl.where((u >= begin)[:, None], k2, -float("inf"))
             far_top = tl.maximum(tl.where(kept, far_top, EMPTY), tl.max(k2, 0))
@@ -229,10 +232,9 @@ def sweep_kernel(
             num += _dot(a, p * v2, PRECISION)
             den += _dot(a, p, PRECISION)
         if NEAR > 0:
-            p = tl.exp2((k - m[None, :]) * LOG2E)
             a = tl.load(a_at + NEAR * C)
-            num += _dot(a, p * v, PRECISION)
-            den += _dot(a, p, PRECISION)
+            num += _dot(a, own_pv, PRECISION)
+            den += _dot(a, own_p, PRECISION)
         if CHECK:
             right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
             bad = tl.min(right.to(tl.int32), 0) == 0
@@ -269,8 +271,8 @@ def repair_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, top_ptr, first_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr, state_ptr,
     T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
-    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    INITIAL: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of the flagged features of a chunk key by key."""
     b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
@@ -287,6 +289,8 @@ def repair_kernel(
         center = tl.load(state_at + 3 * D, bad, 0.0)
         if not ALONE:
             seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
+            if INITIAL:
+                seen = (start <= t)[:, None] & bad[None, :]
             top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
             num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
             den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
