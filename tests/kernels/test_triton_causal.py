@@ -187,6 +187,61 @@ def test_options_name_every_kernel_and_dtype():
         assert all("BD" in x and "num_warps" in x for x in entries.values() if kernel.startswith(("walk", "sweep")))
 
 
+def empty_state(window, width, heads=1, shared=False, dtype=FP32, batch=1):
+    """The state of a layer before its first token."""
+    features = width // heads
+    per_key, options = 1 if shared else features, {"device": DEVICE}
+    keys = torch.full((batch, heads, window, per_key), -torch.inf, **options)
+    numerator = torch.zeros(batch, heads, 1, features, dtype=dtype, **options)
+    denominator = torch.zeros(batch, heads, 1, per_key, dtype=dtype, **options)
+    values = torch.zeros(batch, heads, window, features, **options)
+    return keys, values, numerator, denominator, torch.full((batch, heads, 1, per_key), -1e30, **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    (
+        (None, {"heads": 2}),
+        (None, {"alibi": True, "heads": 2}),
+        (3, {}),
+        (1, {}),
+        (3, {"heads": 2, "shared": True}),
+        (3, {"alone": True}),
+        (36, {"dtype": torch.float64}),
+    ),
+    ids=str,
+)
+def test_a_prompt_in_pieces_and_tokens_after_it_continue_a_state(size, options):
+    pieces, dtype, start, found = (3, 34, 1, 5, 1), options.pop("dtype", FP32), 0, []
+    given = problem(sum(pieces), size, width=4, **options)
+    exact = portable("causal", *(x.double() if isinstance(x, torch.Tensor) else x for x in given))
+    state = empty_state((size or 1) - 1, 4, options.get("heads", 1), options.get("shared", False), dtype)
+    for piece in pieces:
+        part = [x if x is None else x[:, start : start + piece].to(DEVICE) for x in given[:4]]
+        slopes = given[4] if given[4] is None else given[4].to(DEVICE)
+        found.append(causal_launch.causal_state(*part, slopes, *given[5:], *state).cpu())
+        start += piece
+    torch.testing.assert_close(torch.cat(found, 1).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", (None, 2), ids=str)
+def test_sums_of_a_state_in_float64_do_not_drift(size):
+    """After 2^25 tokens, float32 sums would not change any more."""
+    state = empty_state((size or 1) - 1, 4, dtype=torch.float64)
+    _, _, numerator, denominator, maximum = state
+    maximum.fill_(0.0)
+    denominator.fill_(2.0**25)
+    numerator.fill_(3.0 * 2**25)
+    token = [torch.full((1, 1, 4), x, device=DEVICE) for x in (0.0, -0.5, 1.0)]
+    bias = None if size is None else torch.zeros(1, 1, 1, size, device=DEVICE)
+    steps = 9
+    for _ in range(steps):
+        causal_launch.causal_state(*token, bias, None, None, False, *state)
+    added = (steps - (size or 1) + 1) * torch.tensor(-0.5).exp().double()
+    torch.testing.assert_close(denominator.cpu() - 2.0**25, added.expand(1, 1, 1, 4), rtol=1e-6, atol=0)
+    torch.testing.assert_close(numerator.cpu() - 3.0 * 2**25, added.expand(1, 1, 1, 4), rtol=1e-6, atol=0)
+
+
 # Heads, positions, features, first token, tokens, window
 BANDS = (
     ((1, 40, 17), 0, 40, 5),

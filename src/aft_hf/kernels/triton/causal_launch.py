@@ -63,7 +63,7 @@ def walk(query, key, value, slopes, first, kept, state=None):  # type: ignore[no
 
     query, key, value = _dense(query), _dense(key), _dense(value)
     batch, length, width = value.shape
-    chosen = options("walk_kernel", value)
+    chosen = options("walk_kernel", value, first)
     count, size = segments(value, chosen["BD"], chosen["num_warps"])
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     before = (None,) * 3 if state is None else [x.clone() for x in state]
@@ -90,7 +90,7 @@ def walk_backward(gradient, query, key, value, slopes, first, kept):  # type: ig
 
     gradient, query, key, value = _dense(gradient), _dense(query), _dense(key), _dense(value)
     batch, length, width = value.shape
-    chosen = options("walk_backward_kernel", value)
+    chosen = options("walk_backward_kernel", value, first)
     count, size = segments(value, chosen["BD"], chosen["num_warps"])
     shared = key.shape[2] != width
     grad_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=value.device)
@@ -246,7 +246,7 @@ def sums_of_segments(key, value, first, sums, count, size, shift):  # type: igno
     """
     from .walk_kernels import walk_kernel
 
-    (batch, length, width), chosen = value.shape, options("walk_kernel", value)
+    (batch, length, width), chosen = value.shape, options("walk_kernel", value, first)
     nothing = (None,) * 3
     constants: dict[str, Any] = {"ALIBI": False, "KEY_PER_HEAD": key.shape[2] != width, "C": CHUNK, **chosen}
     constants |= {"DOCUMENTS": first is not None, "SEGMENTS": True, "INITIAL": False, "GATED": False, "KEEP": False}

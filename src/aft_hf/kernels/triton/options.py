@@ -47,8 +47,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def options(kernel: str, x: torch.Tensor) -> dict[str, Any]:
-    """Return the options of a kernel for the dtype and the device of a tensor."""
+def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the options of a kernel for the dtype and the device of a tensor; with documents, registers are not
+    limited.
+    """
     entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
     card = "sm_{}{}".format(*torch.cuda.get_device_capability(x.device)) if x.is_cuda else ""
-    return entries.get(f"{dtype} {card}", entries[dtype])
+    chosen = entries.get(f"{dtype} {card}", entries[dtype])
+    return chosen if first is None else chosen | {"maxnreg": None}
