@@ -13,7 +13,7 @@ Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 log
 a_t. `causal_launch.py` launches these kernels.
 """
 
-from .device import EMPTY, LOG2E, _divide, _largest, _log2, _once, tl, triton
+from .device import EMPTY, INTERPRETED, LOG2E, _divide, _largest, _log2, _once, tl, triton
 from .walk_kernels import _join, _load_sums, _store_sums
 
 
@@ -46,7 +46,9 @@ def _factor(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def _dot(a, x, PRECISION: tl.constexpr):
-    if PRECISION == "bf16":
+    if PRECISION == "bf16" and INTERPRETED:  # the interpreter has no products of bfloat16
+        return tl.dot(a.to(tl.float32), x.to(tl.bfloat16).to(tl.float32), input_precision="ieee")
+    elif PRECISION == "bf16":
         return tl.dot(a, x.to(tl.bfloat16))
     else:
         return tl.dot(a, x, input_precision=PRECISION)
