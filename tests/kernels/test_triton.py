@@ -22,9 +22,8 @@ from aft_hf.kernels.operators import portable
 pytest.importorskip("triton")
 
 from aft_hf.kernels.triton import bidirectional_launch as bidirectional
-from aft_hf.kernels.triton import launch as launches
+from aft_hf.kernels.triton import causal_launch as launches
 from aft_hf.kernels.triton import operators, register
-from aft_hf.kernels.triton.launch import Geometry, Inputs
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,13 +53,14 @@ def registered(monkeypatch):
 def launched(monkeypatch):
     """Assert that the kernels computed the problem, so that the portable form fails the test."""
     calls = []
-    for module in (launches, bidirectional):
+    for module, name in ((launches, "walk"), (launches, "sweep"), (bidirectional, "forward")):
+        compute = getattr(module, name)
 
-        def counted(*arguments, compute=module.forward, **options):
+        def counted(*arguments, compute=compute, **options):
             calls.append(arguments)
             return compute(*arguments, **options)
 
-        monkeypatch.setattr(module, "forward", counted)
+        monkeypatch.setattr(module, name, counted)
     yield calls
     assert calls
 
@@ -133,9 +133,9 @@ def test_later_tokens_do_not_change_earlier_outputs(structure, launched):
 
 
 @pytest.mark.parametrize(("structure", "seen"), (("alibi causal", "everything"), ("local causal", "documents")))
-def test_rows_of_more_chunks_than_a_scan_takes_at_once(structure, seen, launched, monkeypatch):
-    monkeypatch.setattr(launches, "SCANNED", 4)
-    contract.assert_exact(contract.case(structure, FP32, 1, 390, seen), TRITON)
+def test_rows_in_several_segments(structure, seen, launched, monkeypatch):
+    monkeypatch.setattr(launches, "PROGRAMS", 1000)
+    contract.assert_exact(contract.case(structure, FP32, 1, 130, seen), TRITON)
 
 
 # -------------------------------------------------------------------------------------------------- mixers and models
@@ -152,17 +152,12 @@ WIDTHS = {
 }
 
 
-def _query(arguments):
-    """The query among the arguments of a launch."""
-    return arguments[0].query if isinstance(arguments[0], Inputs) else arguments[0]
-
-
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
     mixer = WIDTHS[name](implementation="auto").to(DEVICE)
     length = 35 if "image" in name else 40
     contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
-    assert all(_query(arguments) is not None for arguments in launched)
+    assert all(arguments[0] is not None for arguments in launched)
 
 
 @pytest.mark.parametrize("options", ("no query", "no output projection", "relu, no biases"))
@@ -170,7 +165,7 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     mixer = contract.build("local causal", TRITON, **contract.OPTIONS[options])
     contract.assert_mixer_exact(mixer, torch.randn(2, 33, contract.WIDTH, device=DEVICE))
     fused = mixer.q_proj is not None and type(mixer.query_activation) is nn.Sigmoid
-    assert all((_query(arguments) is not None) == fused for arguments in launched)
+    assert all((arguments[0] is not None) == fused for arguments in launched)
 
 
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
@@ -228,8 +223,8 @@ def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched
 
 @structures(["simple"])
 def test_what_kernels_do_not_compute_goes_to_the_portable_form(structure, monkeypatch):
-    monkeypatch.setattr(launches, "forward", None)
-    monkeypatch.setattr(bidirectional, "forward", None)
+    for module, name in ((launches, "walk"), (launches, "sweep"), (bidirectional, "forward")):
+        monkeypatch.setattr(module, name, None)
     contract.assert_exact(contract.case(structure, FP32, 2, 35), TRITON)
     contract.assert_exact(contract.case("local causal", torch.float64, 1, 35), TRITON)
     contract.assert_exact(contract.case("local causal", FP32, 3, 35, "a pair mask"), TRITON)
@@ -305,31 +300,32 @@ def between_nan(x: torch.Tensor) -> torch.Tensor:
     [(x, "documents") for x in (*KERNELS, "local causal, wide") if "full" not in x] + [("full causal", "everything")],
 )
 def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, monkeypatch):
-    monkeypatch.setattr(launches, "SCANNED", 4)
+    monkeypatch.setattr(launches, "PROGRAMS", 1000)  # several segments
     dtype = BF16 if structure == "local causal" else FP32  # with bfloat16, averages are kept in float16
     given, guarded = contract.case(structure, dtype, 2, 70, seen), Guarded()
     mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
     biases, documents = mixer.biases(value), fields.get("documents")
     first = None if documents is None else documents.first_positions()
-    if biases.reach is None:
-        inputs, geometry = Inputs(value + 1, key, value, biases.dense(70)), Geometry(3, mixer.num_heads, 32)
-    else:
-        problem = (value + 1, key, value, biases.by_lag(70), biases.slopes, first, biases.hides_outside)
-        inputs, geometry = operators._kernel_arguments(*problem)
-    inputs = Inputs(*(None if x is None else x.detach() for x in inputs))
+    bias = biases.dense(70) if biases.reach is None else biases.by_lag(70)
+    problem = [value + 1, key, value, bias, biases.slopes, first]
+    problem = [x if x is None else x.detach() for x in problem]
     given.mixer.cpu()
 
-    def both_passes(inputs):
-        gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)
-        output, kept, _ = launches.forward(inputs, geometry, keep=True)
-        with_table = inputs.table is not None
-        gradients = launches.backward(between_nan(gradient), inputs, kept, geometry, of_table=with_table)
+    def both_passes(gradient, *problem):
+        if biases.reach is None:
+            window, kept = launches.Window.table(problem[3]), launches.kept_like(value, problem[3])
+            output = launches.sweep(*problem[:3], window, None, kept)
+            gradients = launches.sweep_backward(gradient, *problem[:3], window, None, kept, True)
+        else:
+            output, *kept = launches.causal(*problem, biases.hides_outside, True)
+            gradients = launches.causal_backward(gradient, *problem, biases.hides_outside, *kept, bias is not None)
         return [output, *(x for x in gradients if x is not None)]
 
-    expected = both_passes(inputs)
+    gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)
+    expected = both_passes(gradient, *problem)
     monkeypatch.setattr(launches, "torch", guarded)
-    found = both_passes(Inputs(*(None if x is None else between_nan(x) for x in inputs)))
+    found = both_passes(*(x if x is None else between_nan(x) for x in (gradient, *problem)))
     guarded.assert_untouched()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from test_triton import BF16, DEVICE, FP32, TRITON, registered  # noqa: F401
 
-from aft_hf.kernels.triton import launch as launches
+from aft_hf.kernels.triton import causal_launch as launches
 
 
 WIDE = {

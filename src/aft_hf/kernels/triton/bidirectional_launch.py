@@ -14,7 +14,6 @@ from .bidirectional_kernels import (
     bidirectional_key_gradient_kernel,
     bidirectional_table_gradient_kernel,
 )
-from .causal_kernels import query_gradient_kernel
 
 
 # The number of queries, and of keys, in a tile.
@@ -91,8 +90,8 @@ def backward(
     chunks = sizes[2]
     with torch.cuda.device_of(value):
         if query is not None:
-            of_query = torch.empty(query.shape, dtype=query.dtype, device=value.device)
-            _query_gradient(gradient, query, kept, of_query, sizes)
+            gate = torch.sigmoid(query.float())
+            of_query = (gradient * kept[0] * gate * (1 - gate)).to(query.dtype)
         of_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         of_key = torch.empty(value.shape, dtype=torch.float32 if per_head else key.dtype, device=value.device)
         programs = (num_heads * chunks * columns,)
@@ -108,17 +107,3 @@ def backward(
     if per_head:
         of_key = of_key.unflatten(-1, (num_heads, -1)).sum(-1).to(key.dtype)
     return of_query, of_key, of_value, found
-
-
-def _query_gradient(
-    gradient: torch.Tensor, query: torch.Tensor, kept: Kept, of_query: torch.Tensor, sizes: tuple[int, ...]
-) -> None:
-    """Compute the gradient of the query (the gate) by the kernel of causal problems: it is element-wise in both."""
-    batch, length, chunks, width, _ = sizes
-    block = min(BLOCK, max(16, power_of_two_from(width)))
-    blocks = -(-width // block)
-    constants = {"MODE": 3, "HEADS": 1, "BLOCKS": blocks, "HEAD": width, "C": CHUNK_SIZE, "BD": block}
-    constants |= {"DOCUMENTS": False, "GATED": True, "COMPACT": False, "TOTALS": False}
-    strides = (length * width, width) * 2
-    arguments = (gradient, query, *kept, None, None, of_query, None, None, None, length, chunks, width, *strides)
-    query_gradient_kernel[(blocks * chunks * batch,)](*arguments, **constants)
