@@ -1,0 +1,257 @@
+"""Launches of the kernels for Eq. 2 as matrix products (`product_kernels.py`): the operators `grid` and `table`.
+
+Nothing here waits for the device.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...portable_aft import power_of_two_from
+from . import product_kernels as kernels
+
+
+# Options by kernel and dtype. BM, BN, BK: rows, columns and depth of the products. PRECISION: of the products; "bf16"
+# stores both factors in bfloat16.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "product": {
+        "bfloat16": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 2, "PRECISION": "bf16"},
+        "float32": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
+    },
+    "weight_gradient_kernel": {
+        "bfloat16": {"BM": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
+        "float32": {"BM": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+    },
+}
+
+ROWS = kernels.ROWS.value
+OPERAND_COLUMNS = 64  # columns per program that stores operands
+ENOUGH_PROGRAMS = 1024  # the gradient of w is also divided over its terms if there are fewer programs than this
+COUNTED = 64  # tokens at the start of a row whose mean value is the center of the averages
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def grid(query, key, value, kernels, rows, columns, hides_outside, keep) -> Results:  # type: ignore[no-untyped-def]
+    """Compute `grid` of `kernels/operators.py`, and with `keep` what the backward pass needs (`kept_like`)."""
+    return _forward(_Problem(query, key, value, kernels, Grid(rows, columns, *kernels.shape[1:], hides_outside)), keep)
+
+
+def grid_backward(  # type: ignore[no-untyped-def]
+    gradient, query, key, value, kernels, rows, columns, hides_outside, average, logsumexp, center, bias_needed
+) -> Gradients:
+    problem = _Problem(query, key, value, kernels, Grid(rows, columns, *kernels.shape[1:], hides_outside))
+    return _backward(problem, gradient, average, logsumexp, center, bias_needed)
+
+
+def table(query, key, value, bias, causal, keep) -> Results:  # type: ignore[no-untyped-def]
+    """Compute `table` of `kernels/operators.py`, and with `keep` what the backward pass needs (`kept_like`)."""
+    return _forward(_Problem(query, key, value, bias, causal=causal), keep)
+
+
+def table_backward(  # type: ignore[no-untyped-def]
+    gradient, query, key, value, bias, causal, average, logsumexp, center, bias_needed
+) -> Gradients:
+    return _backward(_Problem(query, key, value, bias, causal=causal), gradient, average, logsumexp, center, bias_needed)
+
+
+def kept_like(key: torch.Tensor, value: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return memory for what the backward pass needs: averages as offsets from centers, (B, T, d); log-denominators,
+    (B, T, key width), relative to the largest key of the row and the largest w; these centers and keys.
+    """
+    kept = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
+    average = value.new_empty(value.shape if keep else 0, dtype=kept)
+    logsumexp = value.new_empty(key.shape if keep else 0, dtype=torch.float32)
+    count = len(value) * (value.shape[-1] + key.shape[-1])
+    return average, logsumexp, value.new_empty(count if keep else 0, dtype=torch.float32)
+
+
+class Grid(NamedTuple):
+    """The grid of a problem, and the size of its kernels."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+    hides_outside: bool
+
+    @property
+    def offsets(self) -> int:
+        """The number of offsets from a query to a key."""
+        return (2 * self.rows - 1) * (2 * self.columns - 1)
+
+    @property
+    def reach(self) -> int:
+        """The largest distance in raster order between a query and a key within its kernel."""
+        return self.height // 2 * self.columns + self.width // 2
+
+
+class _Problem:
+    """The tensors, sizes and constants of a call, and its weights, which all rows of the batch share."""
+
+    def __init__(self, query, key, value, w, grid: Grid | None = None, causal: bool = False):  # type: ignore[no-untyped-def]
+        self.inputs = tuple(None if x is None else x.contiguous() for x in (query, key, value))
+        self.w, self.grid, self.heads, self.device = w.contiguous(), grid, len(w), value.device
+        (self.batch, self.length, self.width), key_width = value.shape, key.shape[-1]
+        features, dtype = self.width // self.heads, str(value.dtype).removeprefix("torch.")
+        options = OPTIONS["product"][dtype]
+        self.operand = torch.bfloat16 if options["PRECISION"] == "bf16" else torch.float32
+        precision = {"PRECISION": "tf32"} if options["PRECISION"] == "bf16" else {}
+        self.options, self.weight_options = options | precision, OPTIONS["weight_gradient_kernel"][dtype] | precision
+        self.weight_options["PRECISION"] = self.options["PRECISION"]
+        block = self.options["BN"]
+        per_head = key_width == self.heads and features > 1
+        self.parts = _parts(features, self.batch, block) if per_head else features
+        part = -(-features // self.parts)
+        units = block // (part + 1)
+        self.tiles = -(-self.batch * self.parts // units)
+        depth = max(ROWS, self.options["BM"], self.weight_options["BM"])
+        self.padded = -(-self.length // depth) * depth
+        far = grid is not None and (grid.reach + ROWS < self.length)
+        self.columns = {"HEAD": features, "PARTS": self.parts, "PART": part, "UNITS": units, "KEY_PER_HEAD": per_head}
+        self.structure = {"GRID": grid is not None, "CAUSAL": causal}
+        self.far, self.offsets = {"FAR": far}, 1 if grid is None else grid.offsets
+        self.key_width, self.sizes = key_width, (self.batch, self.length, self.padded, self.width, key_width)
+        self.count = self.tiles * block
+        self._make_weights(causal)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _make_weights(self, causal: bool) -> None:
+        """Compute A = exp(w - largest w) of all pairs, or, on a grid, by offset."""
+        self.flags = self.new(self.heads, self.tiles, dtype=torch.int32)
+        heads, length, grid = self.heads, self.length, self.grid
+        if grid is None:
+            exponentials = self.new(heads, self.padded, self.padded, dtype=self.operand)
+            self.weights = exponentials, self.w, self.new(heads, length), None
+            given = self.w, exponentials, self.weights[2], self.flags, length, self.padded, self.tiles
+            kernels.table_weights_kernel[(heads, self.padded // 16)](*given, CAUSAL=causal, BM=16, BLOCK=128)
+            return
+        exponentials = self.new(heads, grid.offsets, dtype=self.operand)
+        w, largest, codes = self.new(heads, grid.offsets), self.new(heads), self.new(length, dtype=torch.int32)
+        self.weights = exponentials, w, largest, codes
+        block = min(1024, power_of_two_from(grid.offsets))
+        given = self.w, exponentials, w, largest, codes, self.flags, *grid[:4], grid.offsets, length, self.tiles
+        outside = -float("inf") if grid.hides_outside else 0.0
+        programs = (heads, -(-grid.offsets // block))
+        kernels.grid_weights_kernel[programs](*given, OUTSIDE=outside, BLOCK=block)
+
+    def store_operand(self, kernel: Any, *tensors: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Store a factor of the products, (h, padded T, columns), and its sums over ROWS positions if they are used."""
+        operand = self.new(self.heads, self.padded, self.count, dtype=self.operand)
+        sums = self.new(self.heads, self.padded // ROWS, self.count) if self.far["FAR"] else None
+        unit, block = self.columns["PART"] + 1, self.options["BN"]
+        wide, slots = power_of_two_from(unit), -(-block // unit)
+        units = max(1, OPERAND_COLUMNS // wide)
+        programs = (self.padded // ROWS, -(-self.tiles * slots // units), self.heads)
+        constants |= self.columns | self.far | {"BN": block, "SLOTS": slots, "UP": units, "EP": wide}
+        kernel[programs](operand, sums, *tensors, *self.sizes, self.count, **constants)
+        return operand, sums
+
+    def multiply(self, kernel: Any, *tensors: Any, **constants: Any) -> None:
+        """Launch a kernel for each block of positions, tile of columns and head."""
+        programs = (-(-self.length // self.options["BM"]), self.tiles, self.heads)
+        reach = 0 if self.grid is None else self.grid.reach
+        constants |= self.columns | self.structure | self.far | self.options
+        kernel[programs](*tensors, *self.sizes, self.count, self.offsets, reach, **constants)
+
+    def references(self, center: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of `center` (see `kept_like`): the largest keys, and the centers of the averages."""
+        of_values, of_keys = center.split([self.batch * self.width, self.batch * self.key_width])
+        return of_keys, of_values
+
+
+def _parts(features: int, batch: int, block: int) -> int:
+    """In how many parts the features of a head are divided, so that they need the fewest columns."""
+
+    def tiles(parts: int) -> float:
+        units = block // (-(-features // parts) + 1)
+        return -(-batch * parts // units) if units else float("inf")
+
+    return min(range(1, 2 + features // 8), key=lambda parts: (tiles(parts), parts))
+
+
+def _forward(problem: _Problem, keep: bool) -> Results:
+    query, key, value = problem.inputs
+    output, kept = torch.empty_like(value), kept_like(key, value, keep)
+    center = kept[2] if keep else kept_like(key, value, True)[2]
+    references = problem.references(center)
+    with torch.cuda.device_of(value):
+        programs = (-(-problem.width // 32), problem.batch)
+        kernels.reference_kernel[programs](
+            key, value, *references, problem.length, problem.width, problem.key_width,
+            HEAD=problem.columns["HEAD"], KEY_PER_HEAD=problem.columns["KEY_PER_HEAD"],
+            COUNT=1 if problem.structure["CAUSAL"] else COUNTED, BT=COUNTED, BF=32,
+        )  # fmt: skip
+        factor = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
+        averages = (None, None) if not keep else kept[:2]
+        given = query, key, value, *references, *problem.weights, *factor, output, *averages
+        problem.multiply(kernels.average_kernel, *given, GATED=query is not None, KEEP=keep)
+    return output, *kept
+
+
+def _backward(
+    problem: _Problem,
+    gradient: torch.Tensor,
+    average: torch.Tensor,
+    logsumexp: torch.Tensor,
+    center: torch.Tensor,
+    bias_needed: bool,
+) -> Gradients:
+    (query, key, value), (largest, centers) = problem.inputs, problem.references(center)
+    gated, flags, gradient = {"GATED": query is not None}, problem.flags, gradient.contiguous()
+    grad_query = value.new_empty(0) if query is None else torch.empty_like(query)
+    grad_value, grad_bias = torch.empty_like(value), value.new_empty(0)
+    units = problem.heads * problem.parts
+    summed = units != problem.key_width
+    grad_key = problem.new(*value.shape[:2], units, dtype=torch.float32 if summed else key.dtype)
+    with torch.cuda.device_of(value):
+        queries = gradient, query, average, logsumexp
+        z, sums = problem.store_operand(kernels.query_operand_kernel, *queries, centers, flags, grad_query, **gated)
+        given = gradient, query, key, value, average, logsumexp, largest, centers, *problem.weights
+        width = max(16, power_of_two_from(problem.columns["UNITS"]))
+        outputs = flags, grad_key, grad_value
+        problem.multiply(kernels.key_gradient_kernel, *given, z, sums, *outputs, UNITS_PADDED=width, **gated)
+        if bias_needed:
+            x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, largest, centers)
+            grad_bias = _weight_gradient(problem, (*given, x, z, flags), gated)
+    if summed:
+        grad_key = grad_key.unflatten(-1, (problem.heads, -1)).sum(-1).to(key.dtype)
+    return grad_query, grad_key, grad_value, grad_bias
+
+
+def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[str, bool]) -> torch.Tensor:
+    grid, options, heads, length = problem.grid, problem.weight_options, problem.heads, problem.length
+    block = options["BM"]
+    constants = problem.columns | problem.structure | gated | options | {"BN": problem.options["BN"]}
+    if grid is None:
+        tiles = (-(-length // block)) ** 2
+        parts = _share(heads * tiles, problem.count // options["BK"])
+        found = problem.new(parts, heads, length, length)
+        numbers = (*problem.sizes, problem.count, 1, 1, 1, 0, 0, parts)
+        kernels.weight_gradient_kernel[(tiles, parts, heads)](*tensors, found, *numbers, GC=1, **constants)
+        return found.sum(0)
+    # Blocks of a grid, of `block` positions; those of the fewest blocks
+    sizes = [(block // 2**i, 2**i) for i in range(block.bit_length())]
+    count = {size: (-(-grid.rows // size[0]), -(-grid.columns // size[1])) for size in sizes}
+    size = min(sizes, key=lambda x: (count[x][0] * count[x][1], abs(x[0] - x[1])))
+    reach = grid.height // 2, grid.width // 2
+    spans = tuple(min(count[size][i] - 1, -(-reach[i] // size[i])) for i in (0, 1))
+    places = (2 * spans[0] + 1) * (2 * spans[1] + 1)
+    parts = _share(heads * places, problem.count // options["BK"])
+    found, grad_kernels = problem.new(parts, heads, places, block, block), torch.empty_like(problem.w)
+    numbers = (grid.rows, grid.columns, *spans, parts)
+    sizes_of_grid = (*problem.sizes, problem.count, problem.offsets, *numbers)
+    kernels.weight_gradient_kernel[(places, parts, heads)](*tensors, found, *sizes_of_grid, GC=size[1], **constants)
+    entries = grid.height * grid.width
+    kernels.kernel_gradient_kernel[(-(-entries // 16), heads)](
+        found, grad_kernels, *grid[:4], *spans, parts, GC=size[1], BM=block, BLOCK=16
+    )
+    return grad_kernels
+
+
+def _share(programs: int, steps: int) -> int:
+    """In how many parts the terms of a sum are divided, so that there are enough programs."""
+    return max(1, min(steps, ENOUGH_PROGRAMS // programs))
