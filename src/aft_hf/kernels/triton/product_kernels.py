@@ -2,7 +2,7 @@
 
 With A = exp(w - largest w of the query), the sums of Eq. 2 are A X, where the columns of X are p v and p, with
 p = exp(key - largest key of the row of the batch). All rows of a batch share w, so they are columns of one product per
-head. A *unit* is a group of features of one row that share a key: its columns are PART features, then p. The
+head. A *unit* is a group of features of one row that share a key: its WIDTH columns are PART features, then p. The
 gradients of keys and values come from A^T Z, where Z has the same columns, with the gradient of the averages divided
 by the denominator; the gradient of w is Z X^T times A. X and Z are stored first, (h, T, columns), so that the loops of
 the products only load, and A of a grid is loaded by the offset from query to key, so that it has no table.
@@ -28,19 +28,19 @@ CAREFUL = tl.constexpr(16)  # positions that are computed pair by pair at once
 
 
 @triton.jit
-def _columns(tile, n, i, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr,
-             KEY_PER_HEAD: tl.constexpr):  # fmt: skip
-    """The row of the batch, part, key and feature of column i of unit n of a tile; whether the unit and the feature
-    exist.
+def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+           UNITS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """The rows of the batch, parts and keys of the units of a tile, (UNITS, 1), the features of their columns, (UNITS,
+    WIDTH); which units and features exist; and which columns are those of p, (1, WIDTH).
     """
-    unit = tile * UNITS + n
-    b, part = unit // PARTS, unit % PARTS
+    unit, i = (tile * UNITS + tl.arange(0, UNITS))[:, None], tl.arange(0, WIDTH)[None, :]
+    part = unit % PARTS
     key = head + 0 * part
     if not KEY_PER_HEAD:
         key = head * HEAD + part
-    of_head = part * PART + i
-    exists = (n < UNITS) & (b < B)
-    return b.to(tl.int64), part, key, head * HEAD + of_head, exists, exists & (i < PART) & (of_head < HEAD)
+    exists = unit < B * PARTS
+    is_feature = exists & (i < PART) & (part * PART + i < HEAD)
+    return (unit // PARTS).to(tl.int64), part, key, head * HEAD + part * PART + i, exists, is_feature, i == PART
 
 
 @triton.jit
@@ -59,11 +59,6 @@ def _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID: tl.constexpr, CA
 @triton.jit
 def _is_finite(x):
     return x * 0.0 == 0.0
-
-
-@triton.jit
-def _any(x):
-    return tl.max(tl.max(x.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
@@ -167,62 +162,48 @@ def reference_kernel(
 
 
 @triton.jit
-def _operand_columns(B, J, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr,
-                     KEY_PER_HEAD: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
-                     EP: tl.constexpr):  # fmt: skip
-    """What a program stores of an operand: `_columns` of (UP, EP) columns, their places, and which of them to store.
-
-    A tile of columns has SLOTS units, the last of which may be cut off by the end of the tile and is then 0.
-    """
-    head, slot = tl.program_id(2), tl.program_id(1) * UP + tl.arange(0, UP)[:, None]
-    tile, n, i = slot // SLOTS, slot % SLOTS, tl.arange(0, EP)[None, :]
-    column = n * (PART + 1) + i
-    stored = (i <= PART) & (column < BN) & (tile * BN < J)
-    b, part, key, feature, exists, is_feature = _columns(tile, n, i, head, B, HEAD, PARTS, PART, UNITS, KEY_PER_HEAD)
-    return tile, i, b, part, key, feature, exists, is_feature, tile * BN + column, stored
-
-
-@triton.jit
-def _store_operand(x, x_ptr, sum_ptr, n, head, TP, J, column, stored, FAR: tl.constexpr):
-    t = n * ROWS + tl.arange(0, ROWS)
-    place = (head * TP).to(tl.int64) * J + t[:, None, None] * J + column[None]
-    tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty), stored[None])
+def _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR: tl.constexpr, UNITS: tl.constexpr,
+                   WIDTH: tl.constexpr):  # fmt: skip
+    t, column = n * ROWS + tl.arange(0, ROWS), tile * UNITS * WIDTH + tl.arange(0, UNITS * WIDTH)
+    x = tl.reshape(x, (ROWS, UNITS * WIDTH))
+    place = (head * TP + t).to(tl.int64)[:, None] * J + column[None, :]
+    tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty))
     if FAR:
-        tl.store(sum_ptr + (head * (TP // ROWS) + n).to(tl.int64) * J + column, tl.sum(x, 0), stored)
+        tl.store(sum_ptr + (head * (TP // ROWS) + n).to(tl.int64) * J + column, tl.sum(x, 0))
 
 
 @triton.jit
 def key_operand_kernel(
     x_ptr, sum_ptr, k_ptr, v_ptr, m_ptr, center_ptr, B, T, TP, D, KD, J,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
-    BN: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr, EP: tl.constexpr, FAR: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    WIDTH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Store X: p (v - center) and p of ROWS keys; with FAR, also its sum over these keys."""
-    tile, i, b, part, key, feature, exists, is_feature, column, stored = _operand_columns(
-        B, J, HEAD, PARTS, PART, UNITS, KEY_PER_HEAD, BN, SLOTS, UP, EP)  # fmt: skip
-    n = tl.program_id(0)
+    n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, _, key, feature, exists, is_feature, is_p = _units(
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
     t = (n * ROWS + tl.arange(0, ROWS))[:, None, None]
     k = tl.load(k_ptr + (b * T * KD + key) + t * KD, exists & (t < T), -float("inf")).to(tl.float32)
     v = tl.load(v_ptr + (b * T * D + feature) + t * D, is_feature & (t < T), 0.0).to(tl.float32)
     p = tl.exp(k - tl.load(m_ptr + b * KD + key, exists, 0.0))
     v = tl.where(k > -float("inf"), v - tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
-    x = tl.where(is_feature, p * v, tl.where(i == PART, p, 0.0))
-    _store_operand(x, x_ptr, sum_ptr, n, tl.program_id(2), TP, J, column, stored, FAR)
+    x = tl.where(is_feature, p * v, tl.where(is_p, p, 0.0))
+    _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR, UNITS, WIDTH)
 
 
 @triton.jit
 def query_operand_kernel(
     z_ptr, sum_ptr, g_ptr, q_ptr, c_ptr, l_ptr, center_ptr, flag_ptr, dq_ptr, B, T, TP, D, KD, J,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
-    BN: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr, EP: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    WIDTH: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Store Z of ROWS queries and the gradient of the query, and flag tiles of columns that need care.
+    """Store Z of ROWS queries and the gradient of the query, and flag tiles of BN columns that need care.
 
     Z is the gradient of the averages divided by the denominator, and, for each unit, minus its sum with the averages.
     """
-    tile, i, b, part, key, feature, exists, is_feature, column, stored = _operand_columns(
-        B, J, HEAD, PARTS, PART, UNITS, KEY_PER_HEAD, BN, SLOTS, UP, EP)  # fmt: skip
-    n = tl.program_id(0)
+    n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, _, key, feature, exists, is_feature, is_p = _units(
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
     t = (n * ROWS + tl.arange(0, ROWS))[:, None, None]
     inside = is_feature & (t < T)
     place = (b * T * D + feature) + t * D
@@ -234,14 +215,13 @@ def query_operand_kernel(
         average = c + tl.load(center_ptr + b * D + feature, is_feature, 0.0)
         tl.store(dq_ptr + place, (x * average * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
     log_den = tl.load(l_ptr + (b * T * KD + key) + t * KD, exists & (t < T), float("inf"))
-    x = tl.where(inside & (log_den < float("inf")), x * tl.exp(-log_den), 0.0)
+    x = tl.where(log_den < float("inf"), x * tl.exp(-log_den), 0.0)
     z = tl.sum(x * c, 2)[:, :, None]
-    x = tl.where(i == PART, -z, x)
-    careful = exists & (t < T) & ~((log_den >= -59.0) & _is_finite(x))
-    bad = tl.max(tl.max(careful.to(tl.int32), 2), 0)
-    head = tl.program_id(2)
-    tl.store(flag_ptr + head * (J // BN) + tl.max(tile, 1), bad, bad > 0)
-    _store_operand(x, z_ptr, sum_ptr, n, head, TP, J, column, stored, FAR)
+    # A sum that is not finite has a term that is not
+    careful = ((t < T) & exists & ~((log_den >= -59.0) & _is_finite(z))).to(tl.int32)
+    bad = tl.max(tl.max(tl.max(careful, 2), 1), 0)
+    tl.store(flag_ptr + head * (J // BN) + tile * UNITS * WIDTH // BN, bad, bad > 0)
+    _store_operand(tl.where(is_p, -z, x), z_ptr, sum_ptr, tile, n, head, TP, J, FAR, UNITS, WIDTH)
 
 
 # ------------------------------------------------------------------------------------------------------------ products
@@ -304,9 +284,9 @@ def _product(
 def average_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, sum_ptr, y_ptr, c_ptr, l_ptr,
     B, T, TP, D, KD, J, S, reach,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
-    GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
+    KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the averages of a block of queries, times sigmoid(query) if GATED; with KEEP, also store them as offsets
     from `center`, and the log-denominators relative to the largest key and the largest w.
@@ -314,174 +294,153 @@ def average_kernel(
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     acc = _product(e_ptr, x_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
                    GRID, CAUSAL, FAR, False, BM, BN, BK, PRECISION)  # fmt: skip
-    if PART == 1:
-        COLUMNS: tl.constexpr = BN // 2
-        n, i = tl.arange(0, COLUMNS), tl.zeros((COLUMNS,), tl.int32)
-        num, den = tl.split(tl.reshape(acc, (BM, COLUMNS, 2)))
-    else:
-        COLUMNS: tl.constexpr = BN
-        n, i = tl.arange(0, COLUMNS) // (PART + 1), tl.arange(0, COLUMNS) % (PART + 1)
-        place = tl.minimum(n * (PART + 1) + PART, BN - 1)
-        num, den = acc, tl.gather(acc, tl.broadcast_to(place[None, :], (BM, BN)), 1)
-    b, part, key, f, exists, is_feature = _columns(tile, n, i, head, B, HEAD, PARTS, PART, UNITS, KEY_PER_HEAD)
+    num = tl.reshape(acc, (BM, UNITS, WIDTH))
+    b, part, key, f, exists, is_feature, is_p = _units(
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+    den = tl.sum(tl.where(is_p, num, 0.0), 2)[:, :, None]
+    t = (block * BM + tl.arange(0, BM))[:, None, None]
     top = tl.load(m_ptr + b * KD + key, exists, EMPTY)
-    center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
-    first = i == 0
-    if KEY_PER_HEAD:
-        first &= part == 0
-    t = block * BM + tl.arange(0, BM)
-    none = den == 0.0
-    num = tl.where(none, 0.0, num / tl.where(none, 1.0, den))
-    log_den = tl.where(none, float("inf"), tl.log(tl.where(none, 1.0, den)))
-    _store_averages(num, log_den, none, center, q_ptr, y_ptr, c_ptr, l_ptr, t, b, key, f, is_feature, first, T, D, KD,
-                    GATED, KEEP)  # fmt: skip
-    careful = ~((den >= SMALLEST) & _is_finite(num)) & (is_feature & (top > EMPTY))[None, :] & (t < T)[:, None]
-    if _any(careful):
+    # A query without keys has the average 0, and a log-denominator of infinity
+    inverse = tl.where(den == 0.0, 0.0, 1.0 / den)
+    _store_averages(num * inverse, tl.where(den == 0.0, float("inf"), tl.log(den)), center_ptr, q_ptr, y_ptr, c_ptr,
+                    l_ptr, t, b, part, key, f, exists, is_feature, T, D, KD, KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
+    sums = tl.sum(tl.where(is_feature, num, 0.0), 2)[:, :, None]
+    careful = (t < T) & exists & (top > EMPTY) & ~((den >= SMALLEST) & _is_finite(sums))
+    if tl.max(tl.max(tl.max(careful.to(tl.int32), 2), 1), 0) > 0:
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
-            _add_pairwise(q_ptr, k_ptr, v_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, head, b, key, f,
-                          exists, is_feature, first, top, center, T, D, KD, S, GRID, CAUSAL, GATED, KEEP)  # fmt: skip
+            _add_pairwise(
+                q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
+                B, T, D, KD, S, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH, GRID, CAUSAL, GATED, KEEP)  # fmt: skip
 
 
 @triton.jit
-def _add_pairwise(
-    q_ptr, k_ptr, v_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, head, b, key, f, exists, is_feature, first,
-    top, center, T, D, KD, S, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+def _store_averages(
+    offset, log_den, center_ptr, q_ptr, y_ptr, c_ptr, l_ptr, t, b, part, key, f, exists, is_feature, T, D, KD,
+    KEY_PER_HEAD: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the averages of CAREFUL queries key by key, relative to the largest term so far."""
-    t = start + tl.arange(0, CAREFUL)
-    largest = (t * 0.0)[:, None] + center[None, :] * 0.0 + EMPTY
-    num, den = largest * 0.0, largest * 0.0
-    for u in range(0, T):
-        w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)[:, None]
-        k = tl.load(k_ptr + (b * T + u) * KD + key, exists, -float("inf")).to(tl.float32)[None, :]
-        v = tl.load(v_ptr + (b * T + u) * D + f, is_feature, 0.0).to(tl.float32)
-        seen = (w > -float("inf")) & (k != -float("inf"))
-        new = tl.maximum(largest, tl.where(seen, k + w, EMPTY))
-        old, p = tl.exp(largest - new), tl.where(seen, tl.exp((k - new) + w), 0.0)
-        num = num * old + tl.where(seen, p * (v - center)[None, :], 0.0)
-        den = den * old + p
-        largest = new
-    none = den == 0.0
-    log_den = tl.where(none, float("inf"), (largest - top[None, :]) + tl.log(tl.where(none, 1.0, den)))
-    num = tl.where(none, 0.0, num / tl.where(none, 1.0, den))
-    _store_averages(num, log_den, none, center, q_ptr, y_ptr, c_ptr, l_ptr, t, b, key, f, is_feature, first, T, D, KD,
-                    GATED, KEEP)  # fmt: skip
-
-
-@triton.jit
-def _store_averages(num, log_den, none, center, q_ptr, y_ptr, c_ptr, l_ptr, t, b, key, f, is_feature, first, T, D, KD,
-                    GATED: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
-    inside = (t < T)[:, None] & is_feature[None, :]
-    place = (b * T * D + f)[None, :] + (t * D)[:, None]
-    y = tl.where(none, 0.0, num + center[None, :])
+    inside = (t < T) & is_feature
+    place = (b * T * D + f) + t * D
+    center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
+    y = tl.where(log_den < float("inf"), offset + center, 0.0)
     if GATED:
         y *= tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), inside)
     if KEEP:
-        tl.store(c_ptr + place, num.to(c_ptr.dtype.element_ty), inside)
-        of_key = (b * T * KD + key)[None, :] + (t * KD)[:, None]
-        tl.store(l_ptr + of_key, log_den, inside & first[None, :])
+        tl.store(c_ptr + place, offset.to(c_ptr.dtype.element_ty), inside)
+        stored = (t < T) & exists
+        if KEY_PER_HEAD:
+            stored &= part == 0
+        tl.store(l_ptr + (b * T * KD + key) + t * KD, log_den, stored)
 
 
 @triton.jit
-def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, inside, T, D, KD, GATED: tl.constexpr):
-    """Load the gradient of the averages of queries t, the offsets of their averages, and their log-denominators."""
-    place = (b * T + t) * D + f
-    g = tl.load(g_ptr + place, inside, 0.0).to(tl.float32)
-    if GATED:
-        g *= tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
-    c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32)
-    return g, c, tl.load(l_ptr + (b * T + t) * KD + key, inside, float("inf"))
+def _add_pairwise(
+    q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
+    B, T, D, KD, S, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """Compute the averages of CAREFUL queries key by key, relative to the largest term so far."""
+    b, part, key, f, exists, is_feature, _ = _units(
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+    center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
+    t = (start + tl.arange(0, CAREFUL))[:, None, None]
+    largest = tl.zeros((CAREFUL, UNITS, 1), tl.float32) + EMPTY
+    den = tl.zeros((CAREFUL, UNITS, 1), tl.float32)
+    num = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
+    for u in range(0, T):
+        w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
+        k = tl.load(k_ptr + (b * T + u) * KD + key, exists, -float("inf")).to(tl.float32)
+        v = tl.load(v_ptr + (b * T + u) * D + f, is_feature, 0.0).to(tl.float32)
+        seen = (w > -float("inf")) & (k != -float("inf"))
+        new = tl.maximum(largest, tl.where(seen, k + w, EMPTY))
+        old, p = tl.exp(largest - new), tl.where(seen, tl.exp((k - new) + w), 0.0)
+        num = num * old + tl.where(seen, p * (v - center), 0.0)
+        den = den * old + p
+        largest = new
+    top = tl.load(m_ptr + b * KD + key, exists, EMPTY)
+    inverse = tl.where(den == 0.0, 0.0, 1.0 / den)
+    log_den = tl.where(den == 0.0, float("inf"), (largest - top) + tl.log(den))
+    _store_averages(num * inverse, log_den, center_ptr, q_ptr, y_ptr, c_ptr, l_ptr, t, b, part, key, f, exists,
+                    is_feature, T, D, KD, KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
 
 
 @triton.jit
 def key_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, z_ptr, sum_ptr,
     flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, S, reach,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
-    GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr, UNITS_PADDED: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; that of the keys for each unit, (B, T, h PARTS)."""
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    acc = _product(e_ptr, z_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
-                   GRID, CAUSAL, FAR, True, BM, BN, BK, PRECISION)  # fmt: skip
-    if PART == 1:
-        COLUMNS: tl.constexpr = BN // 2
-        n, i = tl.arange(0, COLUMNS), tl.zeros((COLUMNS,), tl.int32)
-        acc, of_den = tl.split(tl.reshape(acc, (BM, COLUMNS, 2)))
-    else:
-        COLUMNS: tl.constexpr = BN
-        n, i = tl.arange(0, COLUMNS) // (PART + 1), tl.arange(0, COLUMNS) % (PART + 1)
-    b, part, key, f, exists, is_feature = _columns(tile, n, i, head, B, HEAD, PARTS, PART, UNITS, KEY_PER_HEAD)
-    top = tl.load(m_ptr + b * KD + key, exists, EMPTY)
-    center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
-    u = block * BM + tl.arange(0, BM)
-    inside = (u < T)[:, None] & is_feature[None, :]
-    place = (b * T * D + f)[None, :] + (u * D)[:, None]
-    asked = (u < T)[:, None] & exists[None, :]
-    k_place = (b * T * KD + key)[None, :] + (u * KD)[:, None]
-    k = tl.load(k_ptr + k_place, asked, -float("inf")).to(tl.float32)
-    v = tl.load(v_ptr + place, inside, 0.0).to(tl.float32) - center[None, :]
-    acc *= tl.exp(k - top[None, :])
-    tl.store(dv_ptr + place, acc.to(dv_ptr.dtype.element_ty), inside)
-    dk = tl.where(inside & (k > -float("inf")), v * acc, 0.0)
-    if PART == 1:
-        dk += tl.exp(k - top[None, :]) * of_den
-    else:
-        dk += tl.where(asked & (i == PART)[None, :], acc, 0.0)
-    if not (_any(asked & ~_is_finite(dk)) | (tl.load(flag_ptr + head * (J // BN) + tile) > 0)):
-        if PART == 1:
-            width = tl.num_programs(2) * PARTS
-            to = (b * T * width + head * PARTS + part)[None, :] + (u * width)[:, None]
-            tl.store(dk_ptr + to, dk.to(dk_ptr.dtype.element_ty), inside)
-        else:
-            unit = tl.arange(0, UNITS_PADDED)
-            of_unit = (n[:, None] == unit[None, :]).to(tl.float32)
-            total = tl.dot(tl.where(asked, dk, 0.0), of_unit, input_precision=PRECISION)
-            of_row, of_part = (tile * UNITS + unit) // PARTS, (tile * UNITS + unit) % PARTS
-            width = tl.num_programs(2) * PARTS
-            to = (of_row.to(tl.int64) * T * width + head * PARTS + of_part)[None, :] + (u * width)[:, None]
-            stored = (u < T)[:, None] & ((unit < UNITS) & (of_row < B))[None, :]
-            tl.store(dk_ptr + to, total.to(dk_ptr.dtype.element_ty), stored)
-    else:
+    if tl.load(flag_ptr + head * (J // BN) + tile) > 0:
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
             _add_pairwise_to_keys(
-                g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr, start, tile, n, head,
-                b, key, f, exists, is_feature, top, center, B, T, D, KD, S,
-                PARTS, UNITS, GRID, CAUSAL, GATED)  # fmt: skip
+                g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr,
+                start, tile, head, B, T, D, KD, S,
+                HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH, GRID, CAUSAL, GATED)  # fmt: skip
+    else:
+        acc = _product(e_ptr, z_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
+                       GRID, CAUSAL, FAR, True, BM, BN, BK, PRECISION)  # fmt: skip
+        acc = tl.reshape(acc, (BM, UNITS, WIDTH))
+        b, part, key, f, exists, is_feature, is_p = _units(
+            tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+        u = (block * BM + tl.arange(0, BM))[:, None, None]
+        k = tl.load(k_ptr + (b * T * KD + key) + u * KD, (u < T) & exists, -float("inf")).to(tl.float32)
+        acc *= tl.exp(k - tl.load(m_ptr + b * KD + key, exists, 0.0))
+        v = tl.load(v_ptr + (b * T * D + f) + u * D, (u < T) & is_feature, 0.0).to(tl.float32)
+        # A hidden value may be NaN
+        v = tl.where(k > -float("inf"), v - tl.load(center_ptr + b * D + f, is_feature, 0.0), 0.0)
+        dk = tl.sum(tl.where(is_p, acc, v * acc), 2)[:, :, None]
+        _store_key_gradients(dk, acc, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, D, PARTS)
+
+
+@triton.jit
+def _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, D, PARTS: tl.constexpr):
+    tl.store(dv_ptr + (b * T * D + f) + u * D, dv.to(dv_ptr.dtype.element_ty), (u < T) & is_feature)
+    units = tl.num_programs(2) * PARTS
+    place = (b * T * units + head * PARTS + part) + u * units
+    tl.store(dk_ptr + place, dk.to(dk_ptr.dtype.element_ty), (u < T) & exists)
+
+
+@triton.jit
+def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, T, D, KD, GATED: tl.constexpr):
+    """Load the gradient of the averages of queries t, the offsets of their averages, and their log-denominators."""
+    place = (b * T + t) * D + f
+    g = tl.load(g_ptr + place, is_feature, 0.0).to(tl.float32)
+    if GATED:
+        g *= tl.sigmoid(tl.load(q_ptr + place, is_feature, 0.0).to(tl.float32))
+    c = tl.load(c_ptr + place, is_feature, 0.0).to(tl.float32)
+    return g, c, tl.load(l_ptr + (b * T + t) * KD + key, exists, float("inf"))
 
 
 @triton.jit
 def _add_pairwise_to_keys(
-    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr, start, tile, n, head, b, key, f,
-    exists, is_feature, top, center, B, T, D, KD, S, PARTS: tl.constexpr, UNITS: tl.constexpr,
-    GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr, start, tile,
+    head, B, T, D, KD, S, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of CAREFUL keys and values query by query."""
-    u = start + tl.arange(0, CAREFUL)
-    inside = (u < T)[:, None] & is_feature[None, :]
-    place = (b * T * D + f)[None, :] + (u * D)[:, None]
-    k_place = (b * T * KD + key)[None, :] + (u * KD)[:, None]
-    k = tl.load(k_ptr + k_place, inside, -float("inf")).to(tl.float32) - top[None, :]
-    v = tl.load(v_ptr + place, inside, 0.0).to(tl.float32) - center[None, :]
-    dv = tl.where(inside, 0.0, 0.0)
-    dk = tl.where(inside, 0.0, 0.0)
+    b, part, key, f, exists, is_feature, _ = _units(
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+    u = (start + tl.arange(0, CAREFUL))[:, None, None]
+    k = tl.load(k_ptr + (b * T * KD + key) + u * KD, (u < T) & exists, -float("inf")).to(tl.float32)
+    k -= tl.load(m_ptr + b * KD + key, exists, 0.0)
+    v = tl.load(v_ptr + (b * T * D + f) + u * D, (u < T) & is_feature, 0.0).to(tl.float32)
+    v -= tl.load(center_ptr + b * D + f, is_feature, 0.0)
+    dv = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
+    dk = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
     for t in range(0, T):
-        w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)[:, None]
-        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, is_feature, T, D, KD, GATED)
-        seen = (w > -float("inf")) & (k != -float("inf")) & (log_den < float("inf"))[None, :]
-        a = tl.where(seen, tl.exp(k + w - log_den[None, :]) * g[None, :], 0.0)
+        w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
+        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, T, D, KD, GATED)
+        seen = (w > -float("inf")) & (k != -float("inf")) & (log_den < float("inf"))
+        a = tl.where(seen, tl.exp(k + w - log_den) * g, 0.0)
         dv += a
-        dk += tl.where(seen, a * (v - c[None, :]), 0.0)
-    tl.store(dv_ptr + place, dv.to(dv_ptr.dtype.element_ty), inside)
-    for unit in range(UNITS):
-        own = (n == unit) & is_feature
-        total = tl.sum(tl.where(own[None, :], dk, 0.0), 1)
-        of_row, of_part = (tile * UNITS + unit) // PARTS, (tile * UNITS + unit) % PARTS
-        to = (of_row.to(tl.int64) * T + u) * (tl.num_programs(2) * PARTS) + head * PARTS + of_part
-        tl.store(dk_ptr + to, total.to(dk_ptr.dtype.element_ty), (u < T) & (of_row < B))
-
+        dk += tl.where(seen, a * (v - c), 0.0)
+    dk = tl.sum(tl.where(is_feature, dk, 0.0), 2)[:, :, None]
+    _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, D, PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------- gradient of w
@@ -507,8 +466,8 @@ def _positions(pair, down, right, rows, columns, T, GRID: tl.constexpr, GC: tl.c
 def weight_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr, flag_ptr,
     dw_ptr, B, T, TP, D, KD, J, S, rows, columns, down_span, right_span, parts,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
-    GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, GC: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, GC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of the gradient of w: of a tile of a table, or, summed over all pairs of blocks of a grid that
@@ -534,17 +493,20 @@ def weight_gradient_kernel(
         a = tl.load(e_ptr + (head * TP + t).to(tl.int64)[:, None] * TP + u[None, :]).to(tl.float32)
         to = ((part * tl.num_programs(2) + head).to(tl.int64) * T + t[:, None]) * T + u[None, :]
     acc = tl.zeros((BM, BM), tl.float32)
-    steps = J // BK
-    each = tl.cdiv(pairs * steps, parts)
-    for step in range(part * each, tl.minimum(part * each + each, pairs * steps)):
-        t, u = _positions(step // steps, down, right, rows, columns, T, GRID, GC, BM)
-        column = step % steps * BK + tl.arange(0, BK)
-        usable = tl.load(flag_ptr + head * (J // BN) + step % steps * BK // BN) == 0
-        z_place = (head * TP + t).to(tl.int64)[:, None] * J + column[None, :]
-        x_place = (head * TP + u).to(tl.int64)[:, None] * J + column[None, :]
-        z = tl.load(z_ptr + z_place, ((t < T) & usable)[:, None], 0.0)
-        x = tl.load(x_ptr + x_place, ((u < T) & usable)[:, None], 0.0)
-        acc = tl.dot(z, tl.trans(x), acc, input_precision=PRECISION)
+    each = tl.cdiv(J // BK, parts) * BK
+    begin, end = part * each, tl.minimum(part * each + each, J)
+    for pair in range(0, pairs):
+        t, u = _positions(pair, down, right, rows, columns, T, GRID, GC, BM)
+        column = begin + tl.arange(0, BK)
+        z_ptrs = z_ptr + (head * TP + t).to(tl.int64)[:, None] * J + column[None, :]
+        x_ptrs = x_ptr + (head * TP + u).to(tl.int64)[:, None] * J + column[None, :]
+        for start in range(begin, end, BK):
+            usable = tl.load(flag_ptr + head * (J // BN) + start // BN) == 0
+            z = tl.load(z_ptrs, ((t < T) & usable)[:, None], 0.0)
+            x = tl.load(x_ptrs, ((u < T) & usable)[:, None], 0.0)
+            acc = tl.dot(z, tl.trans(x), acc, input_precision=PRECISION)
+            z_ptrs += BK
+            x_ptrs += BK
     acc = tl.where(a == 0.0, 0.0, acc * a)
     if part == 0:
         for tile in range(0, J // BN):
@@ -552,15 +514,19 @@ def weight_gradient_kernel(
                 for pair in range(0, pairs):
                     t, u = _positions(pair, down, right, rows, columns, T, GRID, GC, BM)
                     w = _relative_w(w_ptr, a_ptr, code_ptr, head, t[:, None], u[None, :], T, S, GRID, CAUSAL)
-                    for unit in range(0, UNITS * PART):
-                        b, _, key, f, _, is_feature = _columns(
-                            tile, unit // PART, unit % PART, head, B, HEAD, PARTS, PART, UNITS, KEY_PER_HEAD)  # fmt: skip
-                        asked, known = is_feature & (t < T), is_feature & (u < T)
-                        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, asked, T, D, KD, GATED)
+                    for step in range(0, UNITS * PART):
+                        unit = tile * UNITS + step // PART
+                        of_head = unit % PARTS * PART + step % PART
+                        b, key, f = (unit // PARTS).to(tl.int64), head, head * HEAD + of_head
+                        if not KEY_PER_HEAD:
+                            key = f
+                        there = (unit < B * PARTS) & (of_head < HEAD)
+                        asked, known = there & (t < T), there & (u < T)
+                        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, asked, asked, T, D, KD, GATED)
                         k = tl.load(k_ptr + (b * T + u) * KD + key, known, -float("inf")).to(tl.float32)
                         v = tl.load(v_ptr + (b * T + u) * D + f, known, 0.0).to(tl.float32)
-                        k -= tl.load(m_ptr + b * KD + key, is_feature, 0.0)
-                        v -= tl.load(center_ptr + b * D + f, is_feature, 0.0)
+                        k -= tl.load(m_ptr + b * KD + key, there, 0.0)
+                        v -= tl.load(center_ptr + b * D + f, there, 0.0)
                         seen = (w > -float("inf")) & (k != -float("inf"))[None, :] & (log_den < float("inf"))[:, None]
                         logit = tl.where(seen, k[None, :] + w - log_den[:, None], -float("inf"))
                         of_pair = tl.exp(logit) * g[:, None] * (v[None, :] - c[:, None])

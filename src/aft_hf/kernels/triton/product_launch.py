@@ -15,7 +15,7 @@ from . import product_kernels as kernels
 # stores both factors in bfloat16.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "product": {
-        "bfloat16": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 2, "PRECISION": "bf16"},
+        "bfloat16": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 2, "PRECISION": "bf16"},
         "float32": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
@@ -102,14 +102,14 @@ class _Problem:
         self.weight_options["PRECISION"] = self.options["PRECISION"]
         block = self.options["BN"]
         per_head = key_width == self.heads and features > 1
-        self.parts = _parts(features, self.batch, block) if per_head else features
+        self.parts = _parts(features, block) if per_head else features
         part = -(-features // self.parts)
-        units = block // (part + 1)
-        self.tiles = -(-self.batch * self.parts // units)
+        unit = power_of_two_from(part + 1)
+        self.tiles = -(-self.batch * self.parts * unit // block)
         depth = max(ROWS, self.options["BM"], self.weight_options["BM"])
         self.padded = -(-self.length // depth) * depth
-        far = grid is not None and (grid.reach + ROWS < self.length)
-        self.columns = {"HEAD": features, "PARTS": self.parts, "PART": part, "UNITS": units, "KEY_PER_HEAD": per_head}
+        far = grid is not None and 2 * grid.reach + 3 * ROWS <= self.length
+        self.columns = {"HEAD": features, "PARTS": self.parts, "PART": part, "KEY_PER_HEAD": per_head, "WIDTH": unit}
         self.structure = {"GRID": grid is not None, "CAUSAL": causal}
         self.far, self.offsets = {"FAR": far}, 1 if grid is None else grid.offsets
         self.key_width, self.sizes = key_width, (self.batch, self.length, self.padded, self.width, key_width)
@@ -142,11 +142,9 @@ class _Problem:
         """Store a factor of the products, (h, padded T, columns), and its sums over ROWS positions if they are used."""
         operand = self.new(self.heads, self.padded, self.count, dtype=self.operand)
         sums = self.new(self.heads, self.padded // ROWS, self.count) if self.far["FAR"] else None
-        unit, block = self.columns["PART"] + 1, self.options["BN"]
-        wide, slots = power_of_two_from(unit), -(-block // unit)
-        units = max(1, OPERAND_COLUMNS // wide)
-        programs = (self.padded // ROWS, -(-self.tiles * slots // units), self.heads)
-        constants |= self.columns | self.far | {"BN": block, "SLOTS": slots, "UP": units, "EP": wide}
+        units = max(1, OPERAND_COLUMNS // self.columns["WIDTH"])
+        programs = (self.padded // ROWS, self.count // (units * self.columns["WIDTH"]), self.heads)
+        constants |= self.columns | self.far | {"UNITS": units}
         kernel[programs](operand, sums, *tensors, *self.sizes, self.count, **constants)
         return operand, sums
 
@@ -155,6 +153,7 @@ class _Problem:
         programs = (-(-self.length // self.options["BM"]), self.tiles, self.heads)
         reach = 0 if self.grid is None else self.grid.reach
         constants |= self.columns | self.structure | self.far | self.options
+        constants["UNITS"] = self.options["BN"] // self.columns["WIDTH"]
         kernel[programs](*tensors, *self.sizes, self.count, self.offsets, reach, **constants)
 
     def references(self, center: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,14 +162,11 @@ class _Problem:
         return of_keys, of_values
 
 
-def _parts(features: int, batch: int, block: int) -> int:
-    """In how many parts the features of a head are divided, so that they need the fewest columns."""
-
-    def tiles(parts: int) -> float:
-        units = block // (-(-features // parts) + 1)
-        return -(-batch * parts // units) if units else float("inf")
-
-    return min(range(1, 2 + features // 8), key=lambda parts: (tiles(parts), parts))
+def _parts(features: int, block: int) -> int:
+    """In how many parts the features of a head are divided: each has a power of two of columns, one of them for p."""
+    widths = {parts: power_of_two_from(-(-features // parts) + 1) for parts in range(1, 2 + features // 4)}
+    # A part also costs a sum over its columns
+    return min((x for x in widths if widths[x] <= block), key=lambda parts: parts * (widths[parts] + 4))
 
 
 def _forward(problem: _Problem, keep: bool) -> Results:
@@ -209,11 +205,10 @@ def _backward(
     grad_key = problem.new(*value.shape[:2], units, dtype=torch.float32 if summed else key.dtype)
     with torch.cuda.device_of(value):
         queries = gradient, query, average, logsumexp
-        z, sums = problem.store_operand(kernels.query_operand_kernel, *queries, centers, flags, grad_query, **gated)
+        tensors, constants = (*queries, centers, flags, grad_query), gated | {"BN": problem.options["BN"]}
+        z, sums = problem.store_operand(kernels.query_operand_kernel, *tensors, **constants)
         given = gradient, query, key, value, average, logsumexp, largest, centers, *problem.weights
-        width = max(16, power_of_two_from(problem.columns["UNITS"]))
-        outputs = flags, grad_key, grad_value
-        problem.multiply(kernels.key_gradient_kernel, *given, z, sums, *outputs, UNITS_PADDED=width, **gated)
+        problem.multiply(kernels.key_gradient_kernel, *given, z, sums, flags, grad_key, grad_value, **gated)
         if bias_needed:
             x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, largest, centers)
             grad_bias = _weight_gradient(problem, (*given, x, z, flags), gated)
@@ -225,7 +220,9 @@ def _backward(
 def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[str, bool]) -> torch.Tensor:
     grid, options, heads, length = problem.grid, problem.weight_options, problem.heads, problem.length
     block = options["BM"]
-    constants = problem.columns | problem.structure | gated | options | {"BN": problem.options["BN"]}
+    columns = problem.options["BN"]
+    constants = problem.columns | problem.structure | gated | options | {"BN": columns}
+    constants["UNITS"] = columns // problem.columns["WIDTH"]
     if grid is None:
         tiles = (-(-length // block)) ** 2
         parts = _share(heads * tiles, problem.count // options["BK"])
