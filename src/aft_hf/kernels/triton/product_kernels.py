@@ -28,7 +28,7 @@ CAREFUL = tl.constexpr(16)  # positions that are computed pair by pair at once
 
 
 @triton.jit
-def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
            UNITS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The rows of the batch, parts and keys of the units of a tile, (UNITS, 1), the features of their columns, (UNITS,
     WIDTH); which units and features exist; and which columns are those of p, (1, WIDTH).
@@ -40,7 +40,10 @@ def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.cons
         key = head * HEAD + part
     exists = unit < B * PARTS
     is_feature = exists & (i < PART) & (part * PART + i < HEAD)
-    return (unit // PARTS).to(tl.int64), part, key, head * HEAD + part * PART + i, exists, is_feature, i == PART
+    b = unit // PARTS
+    if LARGE:  # offsets exceed 32 bits
+        b = b.to(tl.int64)
+    return b, part, key, head * HEAD + part * PART + i, exists, is_feature, i == PART
 
 
 @triton.jit
@@ -133,6 +136,26 @@ def table_weights_kernel(
 
 
 @triton.jit
+def transpose_kernel(
+    a_ptr, b_ptr, c_ptr, d_ptr, to_a_ptr, to_b_ptr, to_c_ptr, to_d_ptr, N, T, M, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Convert up to four tensors (N, T, M) to (M, T, N)."""
+    across = tl.cdiv(M, BLOCK)
+    n = (tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK))[:, None]
+    m = (tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK))[None, :]
+    t, inside = tl.program_id(1).to(tl.int64), (n < N) & (m < M)
+    place, to = (n * T + t) * M + m, (m * T + t) * N + n
+    if a_ptr is not None:
+        tl.store(to_a_ptr + to, tl.load(a_ptr + place, inside), inside)
+    if b_ptr is not None:
+        tl.store(to_b_ptr + to, tl.load(b_ptr + place, inside), inside)
+    if c_ptr is not None:
+        tl.store(to_c_ptr + to, tl.load(c_ptr + place, inside), inside)
+    if d_ptr is not None:
+        tl.store(to_d_ptr + to, tl.load(d_ptr + place, inside), inside)
+
+
+@triton.jit
 def reference_kernel(
     k_ptr, v_ptr, m_ptr, center_ptr, T, D, KD, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, COUNT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr,
@@ -174,17 +197,17 @@ def _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR: tl.constexpr, U
 
 @triton.jit
 def key_operand_kernel(
-    x_ptr, sum_ptr, k_ptr, v_ptr, m_ptr, center_ptr, B, T, TP, D, KD, J,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    x_ptr, sum_ptr, k_ptr, v_ptr, m_ptr, center_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
     WIDTH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Store X: p (v - center) and p of ROWS keys; with FAR, also its sum over these keys."""
     n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, _, key, feature, exists, is_feature, is_p = _units(
-        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     t = (n * ROWS + tl.arange(0, ROWS))[:, None, None]
-    k = tl.load(k_ptr + (b * T * KD + key) + t * KD, exists & (t < T), -float("inf")).to(tl.float32)
-    v = tl.load(v_ptr + (b * T * D + feature) + t * D, is_feature & (t < T), 0.0).to(tl.float32)
+    k = tl.load(k_ptr + (b * kb + key * kf) + t * kt, exists & (t < T), -float("inf")).to(tl.float32)
+    v = tl.load(v_ptr + (b * vb + feature * vf) + t * vt, is_feature & (t < T), 0.0).to(tl.float32)
     p = tl.exp(k - tl.load(m_ptr + b * KD + key, exists, 0.0))
     v = tl.where(k > -float("inf"), v - tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
     x = tl.where(is_feature, p * v, tl.where(is_p, p, 0.0))
@@ -194,7 +217,8 @@ def key_operand_kernel(
 @triton.jit
 def query_operand_kernel(
     z_ptr, sum_ptr, g_ptr, q_ptr, c_ptr, l_ptr, center_ptr, flag_ptr, dq_ptr, B, T, TP, D, KD, J,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    vb, vt, vf, kb, kt, kf,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
     WIDTH: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Store Z of ROWS queries and the gradient of the query, and flag tiles of BN columns that need care.
@@ -203,10 +227,10 @@ def query_operand_kernel(
     """
     n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, _, key, feature, exists, is_feature, is_p = _units(
-        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     t = (n * ROWS + tl.arange(0, ROWS))[:, None, None]
     inside = is_feature & (t < T)
-    place = (b * T * D + feature) + t * D
+    place = (b * vb + feature * vf) + t * vt
     x = tl.load(g_ptr + place, inside, 0.0).to(tl.float32)
     c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32)
     if GATED:
@@ -214,7 +238,7 @@ def query_operand_kernel(
         x *= gate
         average = c + tl.load(center_ptr + b * D + feature, is_feature, 0.0)
         tl.store(dq_ptr + place, (x * average * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
-    log_den = tl.load(l_ptr + (b * T * KD + key) + t * KD, exists & (t < T), float("inf"))
+    log_den = tl.load(l_ptr + (b * kb + key * kf) + t * kt, exists & (t < T), float("inf"))
     x = tl.where(log_den < float("inf"), x * tl.exp(-log_den), 0.0)
     z = tl.sum(x * c, 2)[:, :, None]
     # A sum that is not finite has a term that is not
@@ -283,8 +307,8 @@ def _product(
 @triton.jit
 def average_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, sum_ptr, y_ptr, c_ptr, l_ptr,
-    B, T, TP, D, KD, J, S, reach,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
     WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
     KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -296,30 +320,32 @@ def average_kernel(
                    GRID, CAUSAL, FAR, False, BM, BN, BK, PRECISION)  # fmt: skip
     num = tl.reshape(acc, (BM, UNITS, WIDTH))
     b, part, key, f, exists, is_feature, is_p = _units(
-        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     den = tl.sum(tl.where(is_p, num, 0.0), 2)[:, :, None]
     t = (block * BM + tl.arange(0, BM))[:, None, None]
     top = tl.load(m_ptr + b * KD + key, exists, EMPTY)
     # A query without keys has the average 0, and a log-denominator of infinity
     inverse = tl.where(den == 0.0, 0.0, 1.0 / den)
     _store_averages(num * inverse, tl.where(den == 0.0, float("inf"), tl.log(den)), center_ptr, q_ptr, y_ptr, c_ptr,
-                    l_ptr, t, b, part, key, f, exists, is_feature, T, D, KD, KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
+                    l_ptr, t, b, part, key, f, exists, is_feature, T, D, vb, vt, vf, kb, kt, kf,
+                    KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
     sums = tl.sum(tl.where(is_feature, num, 0.0), 2)[:, :, None]
     careful = (t < T) & exists & (top > EMPTY) & ~((den >= SMALLEST) & _is_finite(sums))
     if tl.max(tl.max(tl.max(careful.to(tl.int32), 2), 1), 0) > 0:
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
             _add_pairwise(
                 q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
-                B, T, D, KD, S, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH, GRID, CAUSAL, GATED, KEEP)  # fmt: skip
+                B, T, D, KD, S, vb, vt, vf, kb, kt, kf,
+                HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, GATED, KEEP)  # fmt: skip
 
 
 @triton.jit
 def _store_averages(
-    offset, log_den, center_ptr, q_ptr, y_ptr, c_ptr, l_ptr, t, b, part, key, f, exists, is_feature, T, D, KD,
-    KEY_PER_HEAD: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    offset, log_den, center_ptr, q_ptr, y_ptr, c_ptr, l_ptr, t, b, part, key, f, exists, is_feature, T, D,
+    vb, vt, vf, kb, kt, kf, KEY_PER_HEAD: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     inside = (t < T) & is_feature
-    place = (b * T * D + f) + t * D
+    place = (b * vb + f * vf) + t * vt
     center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
     y = tl.where(log_den < float("inf"), offset + center, 0.0)
     if GATED:
@@ -330,19 +356,19 @@ def _store_averages(
         stored = (t < T) & exists
         if KEY_PER_HEAD:
             stored &= part == 0
-        tl.store(l_ptr + (b * T * KD + key) + t * KD, log_den, stored)
+        tl.store(l_ptr + (b * kb + key * kf) + t * kt, log_den, stored)
 
 
 @triton.jit
 def _add_pairwise(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
-    B, T, D, KD, S, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+    B, T, D, KD, S, vb, vt, vf, kb, kt, kf, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
     """Compute the averages of CAREFUL queries key by key, relative to the largest term so far."""
     b, part, key, f, exists, is_feature, _ = _units(
-        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
     t = (start + tl.arange(0, CAREFUL))[:, None, None]
     largest = tl.zeros((CAREFUL, UNITS, 1), tl.float32) + EMPTY
@@ -350,8 +376,8 @@ def _add_pairwise(
     num = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
     for u in range(0, T):
         w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
-        k = tl.load(k_ptr + (b * T + u) * KD + key, exists, -float("inf")).to(tl.float32)
-        v = tl.load(v_ptr + (b * T + u) * D + f, is_feature, 0.0).to(tl.float32)
+        k = tl.load(k_ptr + (b * kb + key * kf) + u * kt, exists, -float("inf")).to(tl.float32)
+        v = tl.load(v_ptr + (b * vb + f * vf) + u * vt, is_feature, 0.0).to(tl.float32)
         seen = (w > -float("inf")) & (k != -float("inf"))
         new = tl.maximum(largest, tl.where(seen, k + w, EMPTY))
         old, p = tl.exp(largest - new), tl.where(seen, tl.exp((k - new) + w), 0.0)
@@ -362,14 +388,15 @@ def _add_pairwise(
     inverse = tl.where(den == 0.0, 0.0, 1.0 / den)
     log_den = tl.where(den == 0.0, float("inf"), (largest - top) + tl.log(den))
     _store_averages(num * inverse, log_den, center_ptr, q_ptr, y_ptr, c_ptr, l_ptr, t, b, part, key, f, exists,
-                    is_feature, T, D, KD, KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
+                    is_feature, T, D, vb, vt, vf, kb, kt, kf,
+                    KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
 
 
 @triton.jit
 def key_gradient_kernel(
-    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, z_ptr, sum_ptr,
-    flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, S, reach,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr,
+    sum_ptr, flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
     WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -379,68 +406,73 @@ def key_gradient_kernel(
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
             _add_pairwise_to_keys(
                 g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr,
-                start, tile, head, B, T, D, KD, S,
-                HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH, GRID, CAUSAL, GATED)  # fmt: skip
+                start, tile, head, B, T, D, KD, S, vb, vt, vf, kb, kt, kf,
+                HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, GATED)  # fmt: skip
     else:
         acc = _product(e_ptr, z_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
                        GRID, CAUSAL, FAR, True, BM, BN, BK, PRECISION)  # fmt: skip
         acc = tl.reshape(acc, (BM, UNITS, WIDTH))
-        b, part, key, f, exists, is_feature, is_p = _units(
-            tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
-        u = (block * BM + tl.arange(0, BM))[:, None, None]
-        k = tl.load(k_ptr + (b * T * KD + key) + u * KD, (u < T) & exists, -float("inf")).to(tl.float32)
-        acc *= tl.exp(k - tl.load(m_ptr + b * KD + key, exists, 0.0))
-        v = tl.load(v_ptr + (b * T * D + f) + u * D, (u < T) & is_feature, 0.0).to(tl.float32)
-        # A hidden value may be NaN
-        v = tl.where(k > -float("inf"), v - tl.load(center_ptr + b * D + f, is_feature, 0.0), 0.0)
-        dk = tl.sum(tl.where(is_p, acc, v * acc), 2)[:, :, None]
-        _store_key_gradients(dk, acc, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, D, PARTS)
+        b, part, key, f, exists, is_feature, _ = _units(
+            tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
+        u = block * BM + tl.arange(0, BM)
+        x_place = (head * TP + u).to(tl.int64)[:, None] * J + tile * BN + tl.arange(0, BN)[None, :]
+        x = tl.reshape(tl.load(x_ptr + x_place, (u < T)[:, None], 0.0).to(tl.float32), (BM, UNITS, WIDTH))
+        dk, u = tl.sum(x * acc, 2)[:, :, None], u[:, None, None]
+        k = tl.load(k_ptr + (b * kb + key * kf) + u * kt, (u < T) & exists, -float("inf")).to(tl.float32)
+        p = tl.exp(k - tl.load(m_ptr + b * KD + key, exists, 0.0))
+        _store_key_gradients(dk, p * acc, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, vb, vt, vf, HEAD,
+                             PARTS)  # fmt: skip
 
 
 @triton.jit
-def _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, D, PARTS: tl.constexpr):
-    tl.store(dv_ptr + (b * T * D + f) + u * D, dv.to(dv_ptr.dtype.element_ty), (u < T) & is_feature)
+def _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, vb, vt, vf,
+                         HEAD: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    tl.store(dv_ptr + (b * vb + f * vf) + u * vt, dv.to(dv_ptr.dtype.element_ty), (u < T) & is_feature)
     units = tl.num_programs(2) * PARTS
     place = (b * T * units + head * PARTS + part) + u * units
+    if HEAD == 1:  # the gradient has the shape of the values, which may be transposed
+        place = (b * vb + head * vf) + u * vt
     tl.store(dk_ptr + place, dk.to(dk_ptr.dtype.element_ty), (u < T) & exists)
 
 
 @triton.jit
-def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, T, D, KD, GATED: tl.constexpr):
+def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, vb, vt, vf, kb, kt, kf,
+           GATED: tl.constexpr):  # fmt: skip
     """Load the gradient of the averages of queries t, the offsets of their averages, and their log-denominators."""
-    place = (b * T + t) * D + f
+    place = b * vb + f * vf + t * vt
     g = tl.load(g_ptr + place, is_feature, 0.0).to(tl.float32)
     if GATED:
         g *= tl.sigmoid(tl.load(q_ptr + place, is_feature, 0.0).to(tl.float32))
     c = tl.load(c_ptr + place, is_feature, 0.0).to(tl.float32)
-    return g, c, tl.load(l_ptr + (b * T + t) * KD + key, exists, float("inf"))
+    return g, c, tl.load(l_ptr + b * kb + key * kf + t * kt, exists, float("inf"))
 
 
 @triton.jit
 def _add_pairwise_to_keys(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr, start, tile,
-    head, B, T, D, KD, S, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+    head, B, T, D, KD, S, vb, vt, vf, kb, kt, kf, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of CAREFUL keys and values query by query."""
     b, part, key, f, exists, is_feature, _ = _units(
-        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, UNITS, WIDTH)  # fmt: skip
+        tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     u = (start + tl.arange(0, CAREFUL))[:, None, None]
-    k = tl.load(k_ptr + (b * T * KD + key) + u * KD, (u < T) & exists, -float("inf")).to(tl.float32)
+    k = tl.load(k_ptr + (b * kb + key * kf) + u * kt, (u < T) & exists, -float("inf")).to(tl.float32)
     k -= tl.load(m_ptr + b * KD + key, exists, 0.0)
-    v = tl.load(v_ptr + (b * T * D + f) + u * D, (u < T) & is_feature, 0.0).to(tl.float32)
+    v = tl.load(v_ptr + (b * vb + f * vf) + u * vt, (u < T) & is_feature, 0.0).to(tl.float32)
     v -= tl.load(center_ptr + b * D + f, is_feature, 0.0)
     dv = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
     dk = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
     for t in range(0, T):
         w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
-        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, T, D, KD, GATED)
+        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature,
+                               vb, vt, vf, kb, kt, kf, GATED)  # fmt: skip
         seen = (w > -float("inf")) & (k != -float("inf")) & (log_den < float("inf"))
         a = tl.where(seen, tl.exp(k + w - log_den) * g, 0.0)
         dv += a
         dk += tl.where(seen, a * (v - c), 0.0)
     dk = tl.sum(tl.where(is_feature, dk, 0.0), 2)[:, :, None]
-    _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, D, PARTS)
+    _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, vb, vt, vf, HEAD, PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------- gradient of w
@@ -465,8 +497,8 @@ def _positions(pair, down, right, rows, columns, T, GRID: tl.constexpr, GC: tl.c
 @triton.jit
 def weight_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr, flag_ptr,
-    dw_ptr, B, T, TP, D, KD, J, S, rows, columns, down_span, right_span, parts,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, UNITS: tl.constexpr,
+    dw_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, rows, columns, down_span, right_span, parts,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
     WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, GC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -522,9 +554,10 @@ def weight_gradient_kernel(
                             key = f
                         there = (unit < B * PARTS) & (of_head < HEAD)
                         asked, known = there & (t < T), there & (u < T)
-                        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, asked, asked, T, D, KD, GATED)
-                        k = tl.load(k_ptr + (b * T + u) * KD + key, known, -float("inf")).to(tl.float32)
-                        v = tl.load(v_ptr + (b * T + u) * D + f, known, 0.0).to(tl.float32)
+                        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, asked, asked,
+                                               vb, vt, vf, kb, kt, kf, GATED)  # fmt: skip
+                        k = tl.load(k_ptr + b * kb + key * kf + u * kt, known, -float("inf")).to(tl.float32)
+                        v = tl.load(v_ptr + b * vb + f * vf + u * vt, known, 0.0).to(tl.float32)
                         k -= tl.load(m_ptr + b * KD + key, there, 0.0)
                         v -= tl.load(center_ptr + b * D + f, there, 0.0)
                         seen = (w > -float("inf")) & (k != -float("inf"))[None, :] & (log_den < float("inf"))[:, None]

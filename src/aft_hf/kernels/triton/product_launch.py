@@ -16,7 +16,7 @@ from . import product_kernels as kernels
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "product": {
         "bfloat16": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 2, "PRECISION": "bf16"},
-        "float32": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32x3"},
+        "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
         "bfloat16": {"BM": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 ROWS = kernels.ROWS.value
-OPERAND_COLUMNS = 64  # columns per program that stores operands
+OPERAND_COLUMNS = 32  # columns per program that stores operands
 ENOUGH_PROGRAMS = 1024  # the gradient of w is also divided over its terms if there are fewer programs than this
 COUNTED = 64  # tokens at the start of a row whose mean value is the center of the averages
 
@@ -56,13 +56,17 @@ def table_backward(  # type: ignore[no-untyped-def]
     return _backward(_Problem(query, key, value, bias, causal=causal), gradient, average, logsumexp, center, bias_needed)
 
 
-def kept_like(key: torch.Tensor, value: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def kept_like(
+    key: torch.Tensor, value: torch.Tensor, heads: int, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return memory for what the backward pass needs: averages as offsets from centers, (B, T, d); log-denominators,
-    (B, T, key width), relative to the largest key of the row and the largest w; these centers and keys.
+    (B, T, key width), relative to the largest key of the row and the largest w; these centers and keys. The first two
+    are transposed to (d, T, B) for heads of one feature.
     """
     kept = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
-    average = value.new_empty(value.shape if keep else 0, dtype=kept)
-    logsumexp = value.new_empty(key.shape if keep else 0, dtype=torch.float32)
+    shapes = [x.shape[::-1] if heads == value.shape[-1] else x.shape for x in (value, key)]
+    average = value.new_empty(shapes[0] if keep else 0, dtype=kept)
+    logsumexp = value.new_empty(shapes[1] if keep else 0, dtype=torch.float32)
     count = len(value) * (value.shape[-1] + key.shape[-1])
     return average, logsumexp, value.new_empty(count if keep else 0, dtype=torch.float32)
 
@@ -95,25 +99,34 @@ class _Problem:
         self.w, self.grid, self.heads, self.device = w.contiguous(), grid, len(w), value.device
         (self.batch, self.length, self.width), key_width = value.shape, key.shape[-1]
         features, dtype = self.width // self.heads, str(value.dtype).removeprefix("torch.")
-        options = OPTIONS["product"][dtype]
+        options = dict(OPTIONS["product"][dtype])
         self.operand = torch.bfloat16 if options["PRECISION"] == "bf16" else torch.float32
         precision = {"PRECISION": "tf32"} if options["PRECISION"] == "bf16" else {}
         self.options, self.weight_options = options | precision, OPTIONS["weight_gradient_kernel"][dtype] | precision
         self.weight_options["PRECISION"] = self.options["PRECISION"]
-        block = self.options["BN"]
         per_head = key_width == self.heads and features > 1
-        self.parts = _parts(features, block) if per_head else features
+        self.parts = _parts(features, self.options["BN"]) if per_head else features
         part = -(-features // self.parts)
         unit = power_of_two_from(part + 1)
+        block = max(16, power_of_two_from(self.batch * self.parts * unit))
+        block = self.options["BN"] = min(block, self.options["BN"])
+        self.weight_options["BK"] = min(block, self.weight_options["BK"])
         self.tiles = -(-self.batch * self.parts * unit // block)
         depth = max(ROWS, self.options["BM"], self.weight_options["BM"])
         self.padded = -(-self.length // depth) * depth
         far = grid is not None and 2 * grid.reach + 3 * ROWS <= self.length
         self.columns = {"HEAD": features, "PARTS": self.parts, "PART": part, "KEY_PER_HEAD": per_head, "WIDTH": unit}
+        self.columns["LARGE"] = value.numel() >= 2**31
         self.structure = {"GRID": grid is not None, "CAUSAL": causal}
         self.far, self.offsets = {"FAR": far}, 1 if grid is None else grid.offsets
-        self.key_width, self.sizes = key_width, (self.batch, self.length, self.padded, self.width, key_width)
-        self.count = self.tiles * block
+        self.key_width, self.count = key_width, self.tiles * block
+        # Rows of the batch are the only features of the product of a head of one feature, so they are made contiguous
+        self.transposed = features == 1
+        strides = [(self.length * x, x, 1) for x in (self.width, key_width)]
+        if self.transposed:
+            strides = [(1, self.batch, self.length * self.batch)] * 2
+        sizes = self.batch, self.length, self.padded, self.width, key_width, self.count
+        self.sizes = (*sizes, *strides[0], *strides[1])
         self._make_weights(causal)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -142,10 +155,10 @@ class _Problem:
         """Store a factor of the products, (h, padded T, columns), and its sums over ROWS positions if they are used."""
         operand = self.new(self.heads, self.padded, self.count, dtype=self.operand)
         sums = self.new(self.heads, self.padded // ROWS, self.count) if self.far["FAR"] else None
-        units = max(1, OPERAND_COLUMNS // self.columns["WIDTH"])
+        units = max(1, min(OPERAND_COLUMNS, self.options["BN"]) // self.columns["WIDTH"])
         programs = (self.padded // ROWS, self.count // (units * self.columns["WIDTH"]), self.heads)
         constants |= self.columns | self.far | {"UNITS": units}
-        kernel[programs](operand, sums, *tensors, *self.sizes, self.count, **constants)
+        kernel[programs](operand, sums, *tensors, *self.sizes, **constants)
         return operand, sums
 
     def multiply(self, kernel: Any, *tensors: Any, **constants: Any) -> None:
@@ -154,7 +167,19 @@ class _Problem:
         reach = 0 if self.grid is None else self.grid.reach
         constants |= self.columns | self.structure | self.far | self.options
         constants["UNITS"] = self.options["BN"] // self.columns["WIDTH"]
-        kernel[programs](*tensors, *self.sizes, self.count, self.offsets, reach, **constants)
+        kernel[programs](*tensors, *self.sizes, self.offsets, reach, **constants)
+
+    def transpose(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Convert tensors (B, T, d) to (d, T, B), or back, where heads have one feature; otherwise return them."""
+        if not self.transposed:
+            return tensors
+        given = next(x for x in tensors if x is not None)
+        (first, length, last), block = given.shape, 64
+        results = tuple(None if x is None else torch.empty_like(x).view(last, length, first) for x in tensors)
+        empty = (None,) * (4 - len(tensors))
+        programs = (-(-first // block) * -(-last // block), length)
+        kernels.transpose_kernel[programs](*tensors, *empty, *results, *empty, first, length, last, BLOCK=block)
+        return results
 
     def references(self, center: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the parts of `center` (see `kept_like`): the largest keys, and the centers of the averages."""
@@ -170,10 +195,9 @@ def _parts(features: int, block: int) -> int:
 
 
 def _forward(problem: _Problem, keep: bool) -> Results:
-    query, key, value = problem.inputs
-    output, kept = torch.empty_like(value), kept_like(key, value, keep)
-    center = kept[2] if keep else kept_like(key, value, True)[2]
-    references = problem.references(center)
+    key, value = problem.inputs[1:]
+    kept = kept_like(key, value, problem.heads, keep)
+    references = problem.references(kept[2] if keep else kept_like(key, value, problem.heads, True)[2])
     with torch.cuda.device_of(value):
         programs = (-(-problem.width // 32), problem.batch)
         kernels.reference_kernel[programs](
@@ -181,11 +205,13 @@ def _forward(problem: _Problem, keep: bool) -> Results:
             HEAD=problem.columns["HEAD"], KEY_PER_HEAD=problem.columns["KEY_PER_HEAD"],
             COUNT=1 if problem.structure["CAUSAL"] else COUNTED, BT=COUNTED, BF=32,
         )  # fmt: skip
+        query, key, value = problem.transpose(*problem.inputs)
+        output = torch.empty_like(value)
         factor = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
-        averages = (None, None) if not keep else kept[:2]
+        averages = kept[:2] if keep else (None, None)
         given = query, key, value, *references, *problem.weights, *factor, output, *averages
         problem.multiply(kernels.average_kernel, *given, GATED=query is not None, KEEP=keep)
-    return output, *kept
+        return *problem.transpose(output), *kept
 
 
 def _backward(
@@ -196,25 +222,27 @@ def _backward(
     center: torch.Tensor,
     bias_needed: bool,
 ) -> Gradients:
-    (query, key, value), (largest, centers) = problem.inputs, problem.references(center)
-    gated, flags, gradient = {"GATED": query is not None}, problem.flags, gradient.contiguous()
-    grad_query = value.new_empty(0) if query is None else torch.empty_like(query)
-    grad_value, grad_bias = torch.empty_like(value), value.new_empty(0)
-    units = problem.heads * problem.parts
-    summed = units != problem.key_width
-    grad_key = problem.new(*value.shape[:2], units, dtype=torch.float32 if summed else key.dtype)
-    with torch.cuda.device_of(value):
-        queries = gradient, query, average, logsumexp
-        tensors, constants = (*queries, centers, flags, grad_query), gated | {"BN": problem.options["BN"]}
+    references = problem.references(center)
+    with torch.cuda.device_of(center):
+        gradient, query, key, value = problem.transpose(gradient.contiguous(), *problem.inputs)
+        grad_query, grad_value = None if query is None else torch.empty_like(query), torch.empty_like(value)
+        units, gated = problem.heads * problem.parts, {"GATED": query is not None}
+        summed = units != problem.key_width
+        grad_key = torch.empty_like(key)
+        if summed:
+            grad_key = problem.new(problem.batch, problem.length, units)
+        x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
+        tensors = gradient, query, average, logsumexp, references[1], problem.flags, grad_query
+        constants = gated | {"BN": problem.options["BN"]}
         z, sums = problem.store_operand(kernels.query_operand_kernel, *tensors, **constants)
-        given = gradient, query, key, value, average, logsumexp, largest, centers, *problem.weights
-        problem.multiply(kernels.key_gradient_kernel, *given, z, sums, flags, grad_key, grad_value, **gated)
-        if bias_needed:
-            x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, largest, centers)
-            grad_bias = _weight_gradient(problem, (*given, x, z, flags), gated)
-    if summed:
-        grad_key = grad_key.unflatten(-1, (problem.heads, -1)).sum(-1).to(key.dtype)
-    return grad_query, grad_key, grad_value, grad_bias
+        given = gradient, query, key, value, average, logsumexp, *references, *problem.weights, x, z
+        outputs = sums, problem.flags, grad_key, grad_value
+        problem.multiply(kernels.key_gradient_kernel, *given, *outputs, **gated)
+        grad_bias = _weight_gradient(problem, (*given, problem.flags), gated) if bias_needed else center.new_empty(0)
+        if summed:
+            grad_key = grad_key.unflatten(-1, (problem.heads, -1)).sum(-1).to(key.dtype)
+        grad_query, grad_key, grad_value = problem.transpose(grad_query, grad_key, grad_value)
+    return center.new_empty(0) if grad_query is None else grad_query, grad_key, grad_value, grad_bias
 
 
 def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[str, bool]) -> torch.Tensor:
@@ -227,7 +255,7 @@ def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[st
         tiles = (-(-length // block)) ** 2
         parts = _share(heads * tiles, problem.count // options["BK"])
         found = problem.new(parts, heads, length, length)
-        numbers = (*problem.sizes, problem.count, 1, 1, 1, 0, 0, parts)
+        numbers = (*problem.sizes, 1, 1, 1, 0, 0, parts)
         kernels.weight_gradient_kernel[(tiles, parts, heads)](*tensors, found, *numbers, GC=1, **constants)
         return found.sum(0)
     # Blocks of a grid, of `block` positions; those of the fewest blocks
@@ -240,7 +268,7 @@ def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[st
     parts = _share(heads * places, problem.count // options["BK"])
     found, grad_kernels = problem.new(parts, heads, places, block, block), torch.empty_like(problem.w)
     numbers = (grid.rows, grid.columns, *spans, parts)
-    sizes_of_grid = (*problem.sizes, problem.count, problem.offsets, *numbers)
+    sizes_of_grid = (*problem.sizes, problem.offsets, *numbers)
     kernels.weight_gradient_kernel[(places, parts, heads)](*tensors, found, *sizes_of_grid, GC=size[1], **constants)
     entries = grid.height * grid.width
     kernels.kernel_gradient_kernel[(-(-entries // 16), heads)](
