@@ -21,9 +21,9 @@ from aft_hf.kernels.operators import portable
 
 pytest.importorskip("triton")
 
-from aft_hf.kernels.triton import bidirectional_launch as bidirectional
 from aft_hf.kernels.triton import launch as launches
 from aft_hf.kernels.triton import operators, register
+from aft_hf.kernels.triton import product_launch as products
 from aft_hf.kernels.triton.launch import Geometry, Inputs
 
 
@@ -45,7 +45,7 @@ BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key pe
 def registered(monkeypatch):
     """The operators of this device are those by Triton, in place of the C++ kernels on a CPU."""
     library = register(DEVICE.upper())
-    monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: hasattr(operators, name))
+    monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: hasattr(operators, name) or name in ("grid", "table"))
     yield
     library._destroy()
 
@@ -54,13 +54,13 @@ def registered(monkeypatch):
 def launched(monkeypatch):
     """Assert that the kernels computed the problem, so that the portable form fails the test."""
     calls = []
-    for module in (launches, bidirectional):
+    for module, name in ((launches, "forward"), (products, "_forward")):
 
-        def counted(*arguments, compute=module.forward, **options):
+        def counted(*arguments, compute=getattr(module, name), **options):
             calls.append(arguments)
             return compute(*arguments, **options)
 
-        monkeypatch.setattr(module, "forward", counted)
+        monkeypatch.setattr(module, name, counted)
     yield calls
     assert calls
 
@@ -154,7 +154,7 @@ WIDTHS = {
 
 def _query(arguments):
     """The query among the arguments of a launch."""
-    return arguments[0].query if isinstance(arguments[0], Inputs) else arguments[0]
+    return arguments[0].query if isinstance(arguments[0], Inputs) else arguments[0].inputs[0]
 
 
 @pytest.mark.parametrize("name", WIDTHS)
@@ -229,7 +229,7 @@ def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched
 @structures(["simple"])
 def test_what_kernels_do_not_compute_goes_to_the_portable_form(structure, monkeypatch):
     monkeypatch.setattr(launches, "forward", None)
-    monkeypatch.setattr(bidirectional, "forward", None)
+    monkeypatch.setattr(products, "_forward", None)
     contract.assert_exact(contract.case(structure, FP32, 2, 35), TRITON)
     contract.assert_exact(contract.case("local causal", torch.float64, 1, 35), TRITON)
     contract.assert_exact(contract.case("local causal", FP32, 3, 35, "a pair mask"), TRITON)
@@ -330,24 +330,6 @@ def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, mo
     expected = both_passes(inputs)
     monkeypatch.setattr(launches, "torch", guarded)
     found = both_passes(Inputs(*(None if x is None else between_nan(x) for x in inputs)))
-    guarded.assert_untouched()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@structures(["full, 2 heads", "conv 2-D"])
-def test_kernels_of_both_directions_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
-    given, guarded = contract.case(structure, FP32, 2, 35), Guarded()
-    table = given.mixer.biases(given.value, contract.grid_of(given.mixer, 35)).dense(35).detach()
-    inputs = [x.to(DEVICE) for x in (given.value + 1, given.key, given.value, table)]
-    gradient = torch.linspace(0.2, 1, given.value.numel(), device=DEVICE).view_as(given.value)
-
-    def both_passes(gradient, *inputs):
-        output, kept = bidirectional.forward(*inputs, 2, keep=True)
-        return [output, *bidirectional.backward(gradient, *inputs, kept, 2, of_table=True)]
-
-    expected = both_passes(gradient, *inputs)
-    monkeypatch.setattr(bidirectional, "torch", guarded)
-    found = both_passes(*(between_nan(x) for x in (gradient, *inputs)))
     guarded.assert_untouched()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 

@@ -1,19 +1,19 @@
 """The operators of `kernels/operators.py` by Triton kernels, for CUDA devices.
 
 They have not been measured on a GPU yet, so `register` is called only if the environment variable AFT_HF_TRITON is 1.
-The kernels take float32 and bfloat16, with sums in float32. `grid` has no kernel: small grids go to `table`, larger
-ones to the portable form.
+The kernels take float32 and bfloat16, with sums in float32.
 
 A backward pass computes the forward pass again, so that only the inputs are saved for it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..operators import NAMESPACE, new_gradients, portable
-from . import bidirectional_launch, launch
+from . import launch, product_launch
 from .launch import Geometry, Inputs
 
 
@@ -26,8 +26,11 @@ CHUNK_SIZE = 32
 def register(dispatch_key: str = "CUDA") -> torch.library.Library:
     """Register the kernels for a dispatch key, in place of what is registered for it, as long as the result exists."""
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for operator in (causal, causal_backward, causal_state, table, table_backward):
+    for operator in (causal, causal_backward, causal_state):
         library.impl(operator.__name__, operator, dispatch_key, allow_override=True)
+    for name in ("grid", "table"):
+        library.impl(name, partial(_without_kept, name), dispatch_key, allow_override=True)
+        library.impl(f"{name}_backward", partial(_recomputed, name), dispatch_key, allow_override=True)
     return library
 
 
@@ -70,30 +73,20 @@ def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):
     return output if first is None else output.masked_fill(first.ne(0).unsqueeze(-1), 0.0)
 
 
-def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
-    if value.dtype not in DTYPES or value.numel() == 0:
-        return portable("table", query, key, value, bias, causal)
-    w = _checked_table(bias, value)
-    if causal:
-        return launch.forward(Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE), keep=False)[0]
-    return bidirectional_launch.forward(query, key, value, w, len(w), keep=False)[0]
+def _without_kept(name: str, *problem: Any) -> torch.Tensor:
+    """Compute `grid` or `table` and keep nothing for a backward pass."""
+    if problem[2].dtype not in DTYPES or problem[2].numel() == 0:
+        return portable(name, *problem)
+    return getattr(product_launch, name)(*problem, False)[0]
 
 
-def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
+def _recomputed(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Compute the gradients of `grid` or `table`, and before them again what the forward pass did not keep."""
     *problem, bias_needed = arguments
-    query, key, value, bias, causal = problem
-    if value.numel() == 0:
+    if problem[2].numel() == 0:
         return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
-    w = _checked_table(bias, value)
-    if causal:
-        inputs, geometry = Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE)
-        _, kept, _ = launch.forward(inputs, geometry, keep=True)
-        *found, of_table = launch.backward(gradient, inputs, kept, geometry, of_table=bias_needed)
-    else:
-        _, kept = bidirectional_launch.forward(query, key, value, w, len(w), keep=True)
-        given = gradient, query, key, value, w, kept, len(w)
-        *found, of_table = bidirectional_launch.backward(*given, of_table=bias_needed)
-    return _tensors(*found, of_table)
+    kept = getattr(product_launch, name)(*problem, True)[1:]
+    return getattr(product_launch, f"{name}_backward")(gradient, *problem, *kept, bias_needed)
 
 
 # -------------------------------------------------------------------------------------------- arguments of the kernels
@@ -152,10 +145,3 @@ def _tensors(*gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return detached gradients, with an empty tensor in place of None."""
     device = next(x.device for x in gradients if x is not None)
     return tuple(torch.empty(0, device=device) if x is None else x.detach() for x in gradients)
-
-
-def _checked_table(bias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous w of a table; kernels take its size from the values."""
-    if bias.shape[1:] != (value.shape[1], value.shape[1]):
-        raise ValueError(f"w {tuple(bias.shape)} does not match the values {tuple(value.shape)}")
-    return bias.contiguous()

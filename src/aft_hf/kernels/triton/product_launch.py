@@ -65,10 +65,10 @@ def kept_like(
     """
     kept = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
     shapes = [x.shape[::-1] if heads == value.shape[-1] else x.shape for x in (value, key)]
-    average = value.new_empty(shapes[0] if keep else 0, dtype=kept)
-    logsumexp = value.new_empty(shapes[1] if keep else 0, dtype=torch.float32)
-    count = len(value) * (value.shape[-1] + key.shape[-1])
-    return average, logsumexp, value.new_empty(count if keep else 0, dtype=torch.float32)
+    shapes.append(torch.Size([len(value) * (value.shape[-1] + key.shape[-1])]))
+    sizes = zip(shapes if keep else [torch.Size([0])] * 3, (kept, torch.float32, torch.float32))
+    average, logsumexp, center = (torch.empty(shape, dtype=dtype, device=value.device) for shape, dtype in sizes)
+    return average, logsumexp, center
 
 
 class Grid(NamedTuple):
@@ -175,7 +175,7 @@ class _Problem:
             return tensors
         given = next(x for x in tensors if x is not None)
         (first, length, last), block = given.shape, 64
-        results = tuple(None if x is None else torch.empty_like(x).view(last, length, first) for x in tensors)
+        results = tuple(None if x is None else self.new(last, length, first, dtype=x.dtype) for x in tensors)
         empty = (None,) * (4 - len(tensors))
         programs = (-(-first // block) * -(-last // block), length)
         kernels.transpose_kernel[programs](*tensors, *empty, *results, *empty, first, length, last, BLOCK=block)
@@ -206,7 +206,7 @@ def _forward(problem: _Problem, keep: bool) -> Results:
             COUNT=1 if problem.structure["CAUSAL"] else COUNTED, BT=COUNTED, BF=32,
         )  # fmt: skip
         query, key, value = problem.transpose(*problem.inputs)
-        output = torch.empty_like(value)
+        output = problem.new(*value.shape, dtype=value.dtype)
         factor = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
         averages = kept[:2] if keep else (None, None)
         given = query, key, value, *references, *problem.weights, *factor, output, *averages
@@ -225,10 +225,11 @@ def _backward(
     references = problem.references(center)
     with torch.cuda.device_of(center):
         gradient, query, key, value = problem.transpose(gradient.contiguous(), *problem.inputs)
-        grad_query, grad_value = None if query is None else torch.empty_like(query), torch.empty_like(value)
+        grad_query = None if query is None else problem.new(*query.shape, dtype=query.dtype)
+        grad_value = problem.new(*value.shape, dtype=value.dtype)
         units, gated = problem.heads * problem.parts, {"GATED": query is not None}
-        summed = units != problem.key_width
-        grad_key = torch.empty_like(key)
+        summed = units != problem.key_width  # over the parts of a head
+        grad_key = problem.new(*key.shape, dtype=key.dtype)
         if summed:
             grad_key = problem.new(problem.batch, problem.length, units)
         x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
@@ -238,11 +239,11 @@ def _backward(
         given = gradient, query, key, value, average, logsumexp, *references, *problem.weights, x, z
         outputs = sums, problem.flags, grad_key, grad_value
         problem.multiply(kernels.key_gradient_kernel, *given, *outputs, **gated)
-        grad_bias = _weight_gradient(problem, (*given, problem.flags), gated) if bias_needed else center.new_empty(0)
+        grad_bias = _weight_gradient(problem, (*given, problem.flags), gated) if bias_needed else problem.new(0)
         if summed:
             grad_key = grad_key.unflatten(-1, (problem.heads, -1)).sum(-1).to(key.dtype)
         grad_query, grad_key, grad_value = problem.transpose(grad_query, grad_key, grad_value)
-    return center.new_empty(0) if grad_query is None else grad_query, grad_key, grad_value, grad_bias
+    return problem.new(0) if grad_query is None else grad_query, grad_key, grad_value, grad_bias
 
 
 def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[str, bool]) -> torch.Tensor:
@@ -266,7 +267,7 @@ def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[st
     spans = tuple(min(count[size][i] - 1, -(-reach[i] // size[i])) for i in (0, 1))
     places = (2 * spans[0] + 1) * (2 * spans[1] + 1)
     parts = _share(heads * places, problem.count // options["BK"])
-    found, grad_kernels = problem.new(parts, heads, places, block, block), torch.empty_like(problem.w)
+    found, grad_kernels = problem.new(parts, heads, places, block, block), problem.new(*problem.w.shape)
     numbers = (grid.rows, grid.columns, *spans, parts)
     sizes_of_grid = (*problem.sizes, problem.offsets, *numbers)
     kernels.weight_gradient_kernel[(places, parts, heads)](*tensors, found, *sizes_of_grid, GC=size[1], **constants)
