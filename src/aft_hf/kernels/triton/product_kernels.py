@@ -108,7 +108,7 @@ def table_weights_kernel(
     """Store A, padded by zeros to (h, TP, TP), and the largest w of each query."""
     head, block = tl.program_id(0), tl.program_id(1)
     t = block * BM + tl.arange(0, BM)
-    top = tl.zeros((BM,), tl.float32) + EMPTY
+    top = tl.zeros((BM,), tl.float32) - float("inf")
     rows = (head * T + t).to(tl.int64)
     for start in range(0, T, BLOCK):
         u = start + tl.arange(0, BLOCK)
@@ -116,6 +116,7 @@ def table_weights_kernel(
         if CAUSAL:
             seen &= u[None, :] <= t[:, None]
         top = tl.maximum(top, tl.max(tl.load(w_ptr + rows[:, None] * T + u[None, :], seen, -float("inf")), 1))
+    top = tl.maximum(top, EMPTY)
     tl.store(a_ptr + rows, top, t < T)
     padded = (head * TP + t).to(tl.int64)
     for start in range(0, TP, BLOCK):
@@ -160,8 +161,8 @@ def reference_kernel(
     k_ptr, v_ptr, m_ptr, center_ptr, T, D, KD, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, COUNT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Store the largest finite key, and a value from which averages are stored as offsets: the mean of the visible ones
-    of the first COUNT tokens.
+    """Store the largest finite key, and the center from which averages are stored as offsets: the value of smallest
+    magnitude between those of the first COUNT tokens. A large value that is hidden from a query does not move it.
     """
     b, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BF + tl.arange(0, BF)
     if tl.program_id(0) * BF < KD:
@@ -179,9 +180,10 @@ def reference_kernel(
     inside = (t < tl.minimum(T, COUNT))[:, None] & (f < D)[None, :]
     k = tl.load(k_ptr + (b * T + t[:, None]) * KD + key[None, :], inside, -float("inf")).to(tl.float32)
     v = tl.load(v_ptr + (b * T + t[:, None]) * D + f[None, :], inside, 0.0).to(tl.float32)
-    seen = k > -float("inf")
-    mean = tl.sum(tl.where(seen, v, 0.0), 0) / tl.maximum(tl.sum(seen.to(tl.float32), 0), 1.0)
-    tl.store(center_ptr + b * D + f, tl.where(_is_finite(mean), mean, 0.0), f < D)
+    seen = inside & (k > -float("inf")) & _is_finite(v)
+    low, high = tl.min(tl.where(seen, v, float("inf")), 0), tl.max(tl.where(seen, v, -float("inf")), 0)
+    center = tl.where(low <= high, tl.minimum(tl.maximum(low, 0.0), high), 0.0)
+    tl.store(center_ptr + b * D + f, center, f < D)
 
 
 @triton.jit

@@ -19,15 +19,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
-        "bfloat16": {"BM": 64, "BK": 64, "num_warps": 4, "num_stages": 3},
-        "float32": {"BM": 64, "BK": 32, "num_warps": 4, "num_stages": 2},
+        "bfloat16": {"BM": 64, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "float32": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 2},
     },
 }
 
 ROWS = kernels.ROWS.value
 OPERAND_COLUMNS = 32  # columns per program that stores operands
 ENOUGH_PROGRAMS = 1024  # the gradient of w is also divided over its terms if there are fewer programs than this
-COUNTED = 64  # tokens at the start of a row whose mean value is the center of the averages
+COUNTED = 64  # tokens at the start of a row that determine the center of its averages
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
