@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from aft_hf.caching_aft import AFTLayerState
-from aft_hf.kernels.triton import operators
+from aft_hf.kernels.triton import operators, product_launch
 from aft_hf.mixing_aft import Documents, Mixing
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
@@ -63,6 +63,7 @@ class Variant(NamedTuple):
     kernel: str
     arguments: tuple[tuple[str, str, Any, bool], ...]
     warps: int
+    stages: int | None
 
 
 class Compiled(NamedTuple):
@@ -112,9 +113,11 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "image, full": (1, WIDTH, Dense(*factors)),
         "image, conv": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID)),
         "image, conv of 1 feature": (WIDTH, WIDTH, GridKernel(tensor(WIDTH, 11, 11), GRID)),
+        "image, conv, large": (HEADS, HEADS, GridKernel(tensor(HEADS, 25, 25), (64, 64))),
     }
     for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
-        value, key = (tensor(BATCH, GRID[0] * GRID[1], x, dtype=dtype) for x in (WIDTH, key_width))
+        rows, columns = getattr(biases, "grid_size", GRID)
+        value, key = (tensor(BATCH, rows * columns, x, dtype=dtype) for x in (WIDTH, key_width))
         yield f"{name}, {str(dtype).removeprefix('torch.')}", Mixing(key, value, heads, biases, query=value)
 
 
@@ -137,10 +140,15 @@ def launched(problem: Mixing) -> list[Variant]:
 
 
 def _all_pairs(problem: Mixing) -> None:
-    table = problem.biases.dense(problem.length)
-    given = problem.query, problem.key, problem.value, table, problem.causal
-    operators.table(*given)
-    operators.table_backward(problem.value, *given, True)
+    biases, given = problem.biases, (problem.query, problem.key, problem.value)
+    if isinstance(biases, GridKernel):
+        arguments = *given, biases.kernels, *biases.grid_size, biases.hides_outside
+        forward, backward = product_launch.grid, product_launch.grid_backward
+    else:
+        arguments = *given, biases.dense(problem.length), problem.causal
+        forward, backward = product_launch.table, product_launch.table_backward
+    forward(*arguments, False)
+    backward(problem.value, *arguments, *forward(*arguments, True)[1:], True)
 
 
 def _causal(problem: Mixing) -> None:
@@ -161,7 +169,7 @@ def _causal(problem: Mixing) -> None:
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
     """The variant that Triton would compile for the arguments of a launch."""
-    warps = options.pop("num_warps", 4)
+    warps, stages = options.pop("num_warps", 4), options.pop("num_stages", None)
     values = dict(zip(kernel.arg_names, arguments)) | options
     given = []
     for parameter in kernel.params:
@@ -172,7 +180,7 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
             given.append((parameter.name, "constexpr", value, False))
         else:
             given.append((parameter.name, "i32", None, value % 16 == 0))
-    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps)
+    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps, stages)
 
 
 # --------------------------------------------------------------------------------------------------------- compilation
@@ -188,7 +196,8 @@ def compile_variant(problem: str, variant: Variant, architecture: int) -> Compil
     )
     try:
         target = GPUTarget("cuda", architecture, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": variant.warps})
+        options = {"num_warps": variant.warps} | ({} if variant.stages is None else {"num_stages": variant.stages})
+        compiled = triton.compile(source, target=target, options=options)
     except Exception as error:
         return Compiled(problem, variant, architecture, error=f"{type(error).__name__}: {error}"[:2000])
     return Compiled(problem, variant, architecture, "", *_inspect(compiled))

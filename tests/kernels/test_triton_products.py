@@ -1,6 +1,6 @@
 """The Triton kernels of `grid` and `table` against Eq. 2 in float64, in values and gradients.
 
-Without a GPU the kernels are interpreted on the CPU, so the problems are small, and each covers a branch of the kernels.
+Without a GPU the kernels are interpreted on the CPU, so the problems are small, and each covers a branch.
 """
 
 import math
@@ -98,7 +98,8 @@ def assert_equal_to_eq_2(name, gradient, given, *others, gated=True, largest_log
         results.append([output, *torch.autograd.grad(output, [x for x in call if x is not None], of_output)])
     allowed = 8 * (math.sqrt(given[2].numel()) + largest_logit) * torch.finfo(FP32).eps
     allowed += 1.5 * torch.finfo(BF16).eps if dtype == BF16 else 0.0
-    largest = given[2].double().abs().max().item()  # gradients of logits are sums of values times weights, which cancel
+    # Gradients of logits are sums of values times weights, which cancel
+    largest = given[2].double().abs().max().item()
     for found, expected in zip(*results):
         size = max(expected.abs().max().item(), largest)
         assert found.isfinite().all()

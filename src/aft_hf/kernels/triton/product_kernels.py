@@ -28,8 +28,8 @@ CAREFUL = tl.constexpr(16)  # positions that are computed pair by pair at once
 
 
 @triton.jit
-def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
-           UNITS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+           LARGE: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The rows of the batch, parts and keys of the units of a tile, (UNITS, 1), the features of their columns, (UNITS,
     WIDTH); which units and features exist; and which columns are those of p, (1, WIDTH).
     """
@@ -48,7 +48,7 @@ def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.cons
 
 @triton.jit
 def _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID: tl.constexpr, CAUSAL: tl.constexpr):
-    """w between queries t and keys u (broadcast against each other) minus the largest w of the query; -inf if hidden."""
+    """w between queries t and keys u, which are broadcast, minus the largest w of the query; -inf if hidden."""
     inside = (t < T) & (u < T)
     if GRID:
         offset = tl.load(code_ptr + u, u < T, 0) - tl.load(code_ptr + t, t < T, 0) + S // 2
@@ -133,7 +133,7 @@ def table_weights_kernel(
             tl.store(flag_ptr + head * tiles + tile, tile * 0, tile < tiles)
 
 
-# ------------------------------------------------------------------------------------------------- operands of products
+# ------------------------------------------------------------------------------------------------ operands of products
 
 
 @triton.jit
@@ -200,8 +200,8 @@ def _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR: tl.constexpr, U
 @triton.jit
 def key_operand_kernel(
     x_ptr, sum_ptr, k_ptr, v_ptr, m_ptr, center_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
-    WIDTH: tl.constexpr, FAR: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Store X: p (v - center) and p of ROWS keys; with FAR, also its sum over these keys."""
     n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -220,8 +220,8 @@ def key_operand_kernel(
 def query_operand_kernel(
     z_ptr, sum_ptr, g_ptr, q_ptr, c_ptr, l_ptr, center_ptr, flag_ptr, dq_ptr, B, T, TP, D, KD, J,
     vb, vt, vf, kb, kt, kf,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
-    WIDTH: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Store Z of ROWS queries and the gradient of the query, and flag tiles of BN columns that need care.
 
@@ -310,9 +310,9 @@ def _product(
 def average_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, sum_ptr, y_ptr, c_ptr, l_ptr,
     B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
-    WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
-    KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
+    GATED: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the averages of a block of queries, times sigmoid(query) if GATED; with KEEP, also store them as offsets
     from `center`, and the log-denominators relative to the largest key and the largest w.
@@ -364,7 +364,8 @@ def _store_averages(
 @triton.jit
 def _add_pairwise(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
-    B, T, D, KD, S, vb, vt, vf, kb, kt, kf, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    B, T, D, KD, S, vb, vt, vf, kb, kt, kf,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -398,9 +399,9 @@ def _add_pairwise(
 def key_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr,
     sum_ptr, flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
-    WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GATED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
+    GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; that of the keys for each unit, (B, T, h PARTS)."""
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -452,7 +453,8 @@ def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, vb, vt,
 @triton.jit
 def _add_pairwise_to_keys(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr, start, tile,
-    head, B, T, D, KD, S, vb, vt, vf, kb, kt, kf, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    head, B, T, D, KD, S, vb, vt, vf, kb, kt, kf,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of CAREFUL keys and values query by query."""
@@ -482,8 +484,8 @@ def _add_pairwise_to_keys(
 
 @triton.jit
 def _positions(pair, down, right, rows, columns, T, GRID: tl.constexpr, GC: tl.constexpr, BM: tl.constexpr):
-    """The queries and keys of a pair of blocks, T where there is none: of a table, or of a grid in blocks of GC columns
-    with the key's block `down` and `right` of the query's.
+    """The queries and keys of a pair of blocks, T where there is none: of a table, or of a grid in blocks of GC
+    columns, with the key's block `down` and `right` of the query's.
     """
     m = tl.arange(0, BM)
     if not GRID:
@@ -500,9 +502,9 @@ def _positions(pair, down, right, rows, columns, T, GRID: tl.constexpr, GC: tl.c
 def weight_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr, flag_ptr,
     dw_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, rows, columns, down_span, right_span, parts,
-    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr, UNITS: tl.constexpr,
-    WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, GC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
+    GC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of the gradient of w: of a tile of a table, or, summed over all pairs of blocks of a grid that
     are as far from each other, of a tile of offsets.

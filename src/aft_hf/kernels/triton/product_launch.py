@@ -53,7 +53,8 @@ def table(query, key, value, bias, causal, keep) -> Results:  # type: ignore[no-
 def table_backward(  # type: ignore[no-untyped-def]
     gradient, query, key, value, bias, causal, average, logsumexp, center, bias_needed
 ) -> Gradients:
-    return _backward(_Problem(query, key, value, bias, causal=causal), gradient, average, logsumexp, center, bias_needed)
+    problem = _Problem(query, key, value, bias, causal=causal)
+    return _backward(problem, gradient, average, logsumexp, center, bias_needed)
 
 
 def kept_like(
@@ -152,7 +153,7 @@ class _Problem:
         kernels.grid_weights_kernel[programs](*given, OUTSIDE=outside, BLOCK=block)
 
     def store_operand(self, kernel: Any, *tensors: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store a factor of the products, (h, padded T, columns), and its sums over ROWS positions if they are used."""
+        """Store a factor of the products, (h, padded T, columns), and its sums over ROWS positions if used."""
         operand = self.new(self.heads, self.padded, self.count, dtype=self.operand)
         sums = self.new(self.heads, self.padded // ROWS, self.count) if self.far["FAR"] else None
         units = max(1, min(OPERAND_COLUMNS, self.options["BN"]) // self.columns["WIDTH"])
