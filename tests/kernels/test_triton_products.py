@@ -11,10 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import numpy as np
-import triton.language as tl
 from test_triton import Guarded, between_nan
-from triton.runtime import interpreter
 
 from aft_hf.kernels.operators import ALL_PAIRS
 from aft_hf.kernels.triton import product_launch
@@ -23,21 +20,6 @@ from aft_hf.kernels.triton import product_launch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
-
-
-@pytest.fixture(autouse=True)
-def products_of_bfloat16(monkeypatch):
-    """The interpreter stores bfloat16 as integers, and would multiply these."""
-
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def dot(self, a, b, *others, compute=interpreter.InterpreterBuilder.create_dot):
-        return compute(self, widened(a), widened(b), *others)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 class Operator(torch.autograd.Function):

@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "weight_gradient_kernel": {
         "bfloat16": {"BM": 64, "BK": 64, "num_warps": 8, "num_stages": 3},
-        "float32": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 2},
+        "float32": {"BM": 64, "BK": 16, "num_warps": 8, "num_stages": 2},
     },
 }
 
