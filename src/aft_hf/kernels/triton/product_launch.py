@@ -15,11 +15,12 @@ from . import product_kernels as kernels
 # stores both factors in bfloat16.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "product": {
-        "bfloat16": {"BM": 64, "BN": 128, "BK": 64, "num_warps": 8, "num_stages": 2, "PRECISION": "bf16"},
+        # "bf16" exceeds the error that the contract of the forms allows by a sixth
+        "bfloat16": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
         "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
-        "bfloat16": {"BM": 64, "BK": 64, "num_warps": 8, "num_stages": 3},
+        "bfloat16": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
         "float32": {"BM": 64, "BK": 16, "num_warps": 8, "num_stages": 2},
     },
 }
