@@ -34,9 +34,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from aft_hf.caching_aft import AFTLayerState
-from aft_hf.kernels.triton import causal_launch, operators
+from aft_hf.kernels.triton import causal_launch, product_launch
 from aft_hf.kernels.triton.options import CHUNK
-from aft_hf.mixing_aft import Documents, Mixing
+from aft_hf.mixing_aft import Mixing, Visibility
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
 
@@ -75,6 +75,7 @@ class Variant(NamedTuple):
     arguments: tuple[tuple[str, str, Any, bool], ...]
     warps: int
     limit: int | None  # of registers per thread
+    stages: int | None
 
 
 class Compiled(NamedTuple):
@@ -111,7 +112,8 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "conv": (HEADS, HEADS, LagKernel(tensor(HEADS, 11), causal=True)),
         "full": (1, WIDTH, Dense(*factors)),
     }
-    documents = Documents(tensor(BATCH, LENGTH, dtype=torch.bool))
+    index = tensor(BATCH, LENGTH, dtype=torch.int64)
+    documents = Visibility(tensor(BATCH, LENGTH, dtype=torch.bool), index, index, index, True, None, None)
     for (name, (heads, key_width, biases)), dtype, packed in product(
         structures.items(), (torch.bfloat16, torch.float32), (False, True)
     ):
@@ -119,16 +121,18 @@ def problems() -> Iterator[tuple[str, Mixing]]:
             continue  # not computed by a kernel, or as without documents
         value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
         key = tensor(BATCH, LENGTH, key_width, dtype=dtype)
-        options = {"documents": documents} if packed else {}
+        options = {"visibility": documents} if packed else {}
         label = f"{name}, {str(dtype).removeprefix('torch.')}{', documents' if packed else ''}"
         yield label, Mixing(key, value, heads, biases, causal=True, query=value, **options)
     images = {
         "image, full": (1, WIDTH, Dense(*factors)),
         "image, conv": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID)),
         "image, conv of 1 feature": (WIDTH, WIDTH, GridKernel(tensor(WIDTH, 11, 11), GRID)),
+        "image, conv, large": (HEADS, HEADS, GridKernel(tensor(HEADS, 25, 25), (64, 64))),
     }
     for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
-        value, key = (tensor(BATCH, GRID[0] * GRID[1], x, dtype=dtype) for x in (WIDTH, key_width))
+        rows, columns = getattr(biases, "grid_size", GRID)
+        value, key = (tensor(BATCH, rows * columns, x, dtype=dtype) for x in (WIDTH, key_width))
         yield f"{name}, {str(dtype).removeprefix('torch.')}", Mixing(key, value, heads, biases, query=value)
 
 
@@ -152,32 +156,38 @@ def launched(problem: Mixing) -> list[Variant]:
 
 
 def _all_pairs(problem: Mixing) -> None:
-    table = problem.biases.dense(problem.length)
-    given = problem.query, problem.key, problem.value, table, problem.causal
-    operators.table(*given)
-    operators.table_backward(problem.value, *given, True)
+    biases, given = problem.biases, (problem.query, problem.key, problem.value)
+    if isinstance(biases, GridKernel):
+        arguments = *given, biases.kernels, *biases.grid_size, biases.hides_outside
+        forward, backward = product_launch.grid, product_launch.grid_backward
+    else:
+        arguments = *given, biases.dense(problem.length), problem.causal
+        forward, backward = product_launch.table, product_launch.table_backward
+    forward(*arguments, False)
+    backward(problem.value, *arguments, *forward(*arguments, True)[1:], True)
 
 
 def _causal(problem: Mixing) -> None:
     biases, length = problem.biases, problem.length
-    first = None if problem.documents is None else problem.documents.first_positions()
+    first = None if problem.visibility is None else problem.visibility.first
     given = problem.query, problem.key, problem.value, biases.by_lag(length), biases.slopes
-    operators.causal(*given, first, biases.hides_outside)
-    operators.causal_backward(problem.value, *given, first, biases.hides_outside, given[3] is not None)
-    if problem.documents is None:
+    arguments = *given, first, biases.hides_outside
+    causal_launch.causal(*arguments, keep=False)
+    kept = causal_launch.causal(*arguments, keep=True)[1:]
+    causal_launch.causal_backward(problem.value, *arguments, *kept, given[3] is not None)
+    if problem.visibility is None:
         layer = AFTLayerState(biases.reach)
         layer.lazy_initialization(*(x.float() for x in problem.by_head()))
         state = layer.keys, layer.values, layer.numerator, layer.denominator, layer.maximum
         for padding in (None, torch.empty(BATCH, length, dtype=torch.int64, device="meta")):
-            operators.causal_state(*given, padding, biases.hides_outside, *state)
+            causal_launch.causal_state(*given, padding, biases.hides_outside, *state)
         token = [None if x is None else x[:, :1] for x in given[:4]]
-        operators.causal_state(*token, biases.slopes, None, biases.hides_outside, *state)
+        causal_launch.causal_state(*token, biases.slopes, None, biases.hides_outside, *state)
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
     """The variant that Triton would compile for the arguments of a launch."""
-    warps = options.pop("num_warps", 4)
-    limit = options.pop("maxnreg", None)
+    warps, limit, stages = options.pop("num_warps", 4), options.pop("maxnreg", None), options.pop("num_stages", None)
     values = dict(zip(kernel.arg_names, arguments)) | options
     given = []
     for parameter in kernel.params:
@@ -188,7 +198,7 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
             given.append((parameter.name, "constexpr", value, False))
         else:
             given.append((parameter.name, "i32", None, value % 16 == 0))
-    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps, limit)
+    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps, limit, stages)
 
 
 # --------------------------------------------------------------------------------------------------------- compilation
@@ -204,9 +214,9 @@ def compile_variant(problem: str, variant: Variant, architecture: int) -> Compil
     )
     try:
         target = GPUTarget("cuda", architecture, 32)
-        compiled = triton.compile(
-            source, target=target, options={"num_warps": variant.warps, "maxnreg": variant.limit}
-        )
+        options = {"num_warps": variant.warps, "maxnreg": variant.limit, "num_stages": variant.stages}
+        options = {name: x for name, x in options.items() if x is not None}
+        compiled = triton.compile(source, target=target, options=options)
     except Exception as error:
         return Compiled(problem, variant, architecture, error=f"{type(error).__name__}: {error}"[:2000])
     return Compiled(problem, variant, architecture, "", *_inspect(compiled, variant))

@@ -15,15 +15,14 @@ from tiny_models import language_model
 from torch import nn
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple, mixing_aft
-from aft_hf.caching_aft import AFTStaticLayerState
+from aft_hf.caching_aft import AFTLayerState
+from aft_hf.kernels import operators as schema
 from aft_hf.kernels.operators import portable
 
 
 pytest.importorskip("triton")
 
-from aft_hf.kernels.triton import bidirectional_launch as bidirectional
-from aft_hf.kernels.triton import causal_launch as launches
-from aft_hf.kernels.triton import operators, register
+from aft_hf.kernels.triton import causal_launch, kept, operators, product_launch
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,17 +42,19 @@ BOTH_WAYS = ["full", "full, 2 heads", "local", "conv 2-D", "conv 2-D, one key pe
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """The operators of this device are those by Triton, in place of the C++ kernels on a CPU."""
-    library = register(DEVICE.upper())
-    monkeypatch.setattr(mixing_aft, "has_operator", lambda name, device_type: hasattr(operators, name))
+    library = operators.register(DEVICE.upper())
+    monkeypatch.setattr(mixing_aft, "_provided", {})
     yield
     library._destroy()
+    schema.KEEPING.discard("cpu")
+    assert not operators.FAILED
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Assert that the kernels computed the problem, so that the portable form fails the test."""
     calls = []
-    for module, name in ((launches, "walk"), (launches, "sweep"), (bidirectional, "forward")):
+    for module, name in ((causal_launch, "walk"), (causal_launch, "sweep"), (product_launch, "_forward")):
         compute = getattr(module, name)
 
         def counted(*arguments, compute=compute, **options):
@@ -134,7 +135,7 @@ def test_later_tokens_do_not_change_earlier_outputs(structure, launched):
 
 @pytest.mark.parametrize(("structure", "seen"), (("alibi causal", "everything"), ("local causal", "documents")))
 def test_rows_in_several_segments(structure, seen, launched, monkeypatch):
-    monkeypatch.setattr(launches, "PROGRAMS", 1000)
+    monkeypatch.setattr(causal_launch, "PROGRAMS", 1000)
     contract.assert_exact(contract.case(structure, FP32, 1, 130, seen), TRITON)
 
 
@@ -152,12 +153,17 @@ WIDTHS = {
 }
 
 
+def _query(arguments):
+    """The query among the arguments of a launch."""
+    return arguments[0].inputs[0] if isinstance(arguments[0], product_launch._Problem) else arguments[0]
+
+
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
     mixer = WIDTHS[name](implementation="auto").to(DEVICE)
     length = 35 if "image" in name else 40
     contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
-    assert all(arguments[0] is not None for arguments in launched)
+    assert all(_query(arguments) is not None for arguments in launched)
 
 
 @pytest.mark.parametrize("options", ("no query", "no output projection", "relu, no biases"))
@@ -165,7 +171,7 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     mixer = contract.build("local causal", TRITON, **contract.OPTIONS[options])
     contract.assert_mixer_exact(mixer, torch.randn(2, 33, contract.WIDTH, device=DEVICE))
     fused = mixer.q_proj is not None and type(mixer.query_activation) is nn.Sigmoid
-    assert all((arguments[0] is not None) == fused for arguments in launched)
+    assert all((_query(arguments) is not None) == fused for arguments in launched)
 
 
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
@@ -223,7 +229,7 @@ def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched
 
 @structures(["simple"])
 def test_what_kernels_do_not_compute_goes_to_the_portable_form(structure, monkeypatch):
-    for module, name in ((launches, "walk"), (launches, "sweep"), (bidirectional, "forward")):
+    for module, name in ((causal_launch, "walk"), (causal_launch, "sweep"), (product_launch, "_forward")):
         monkeypatch.setattr(module, name, None)
     contract.assert_exact(contract.case(structure, FP32, 2, 35), TRITON)
     contract.assert_exact(contract.case("local causal", torch.float64, 1, 35), TRITON)
@@ -243,7 +249,7 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     given.append(None if bias is None else (bias + torch.arange(batch)[:, None, None, None]).detach().to(DEVICE))
     slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
     others, found = (slopes, first.to(DEVICE), biases.hides_outside), []
-    for operator in (torch.ops.aft_hf_v1.causal, partial(portable, "causal")):
+    for operator in (torch.ops.aft_hf_v2.causal, partial(portable, "causal")):
         inputs = [x if x is None else x.clone().requires_grad_() for x in given]
         output = operator(*inputs, *others)
         leaves = [x for x in inputs if x is not None]
@@ -300,12 +306,12 @@ def between_nan(x: torch.Tensor) -> torch.Tensor:
     [(x, "documents") for x in (*KERNELS, "local causal, wide") if "full" not in x] + [("full causal", "everything")],
 )
 def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, monkeypatch):
-    monkeypatch.setattr(launches, "PROGRAMS", 1000)  # several segments
+    monkeypatch.setattr(causal_launch, "PROGRAMS", 1000)  # several segments
     dtype = BF16 if structure == "local causal" else FP32  # with bfloat16, averages are kept in float16
     given, guarded = contract.case(structure, dtype, 2, 70, seen), Guarded()
     mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}
-    biases, documents = mixer.biases(value), fields.get("documents")
+    biases, documents = mixer.biases(value), fields.get("visibility")
     first = None if documents is None else documents.first_positions()
     bias = biases.dense(70) if biases.reach is None else biases.by_lag(70)
     problem = [value + 1, key, value, bias, biases.slopes, first]
@@ -314,36 +320,18 @@ def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, seen, mo
 
     def both_passes(gradient, *problem):
         if biases.reach is None:
-            window, kept = launches.Window.table(problem[3]), launches.kept_like(value, problem[3])
-            output = launches.sweep(*problem[:3], window, None, kept)
-            gradients = launches.sweep_backward(gradient, *problem[:3], window, None, kept, True)
+            window, kept = causal_launch.Window.table(problem[3]), causal_launch.kept_like(value, problem[3])
+            output = causal_launch.sweep(*problem[:3], window, None, kept)
+            gradients = causal_launch.sweep_backward(gradient, *problem[:3], window, None, kept, True)
         else:
-            output, *kept = launches.causal(*problem, biases.hides_outside, True)
-            gradients = launches.causal_backward(gradient, *problem, biases.hides_outside, *kept, bias is not None)
+            output, *kept = causal_launch.causal(*problem, biases.hides_outside, True)
+            gradients = causal_launch.causal_backward(gradient, *problem, biases.hides_outside, *kept, bias is not None)
         return [output, *(x for x in gradients if x is not None)]
 
     gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)
     expected = both_passes(gradient, *problem)
-    monkeypatch.setattr(launches, "torch", guarded)
+    monkeypatch.setattr(causal_launch, "torch", guarded)
     found = both_passes(*(x if x is None else between_nan(x) for x in (gradient, *problem)))
-    guarded.assert_untouched()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@structures(["full, 2 heads", "conv 2-D"])
-def test_kernels_of_both_directions_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
-    given, guarded = contract.case(structure, FP32, 2, 35), Guarded()
-    table = given.mixer.biases(given.value, contract.grid_of(given.mixer, 35)).dense(35).detach()
-    inputs = [x.to(DEVICE) for x in (given.value + 1, given.key, given.value, table)]
-    gradient = torch.linspace(0.2, 1, given.value.numel(), device=DEVICE).view_as(given.value)
-
-    def both_passes(gradient, *inputs):
-        output, kept = bidirectional.forward(*inputs, 2, keep=True)
-        return [output, *bidirectional.backward(gradient, *inputs, kept, 2, of_table=True)]
-
-    expected = both_passes(gradient, *inputs)
-    monkeypatch.setattr(bidirectional, "torch", guarded)
-    found = both_passes(*(between_nan(x) for x in (gradient, *inputs)))
     guarded.assert_untouched()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
@@ -352,11 +340,11 @@ def test_kernels_of_both_directions_read_and_write_nothing_beyond_their_tensors(
 def test_kernels_of_generation_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
     mixer, guarded = contract.build(structure, TRITON), Guarded()
     x, states = torch.randn(2, 36, contract.WIDTH, device=DEVICE), []
-    for state in (AFTStaticLayerState(mixer.state_window, 50), AFTStaticLayerState(mixer.state_window, 50)):
+    for state in (AFTLayerState(mixer.state_window, 50), AFTLayerState(mixer.state_window, 50)):
         with torch.no_grad():
             mixer(x[:, :1], state=state)
             if states:
-                monkeypatch.setattr(launches, "torch", guarded)
+                monkeypatch.setattr(causal_launch, "torch", guarded)
                 for name, tensor in state._tensors().items():
                     setattr(state, name, guarded.like(tensor))
             outputs = [mixer(piece, state=state) for piece in x[:, 1:].split([34, 1], 1)]

@@ -13,7 +13,7 @@ from test_backend_contract_aft import structures
 from tiny_models import language_model
 
 from aft_hf import AFTAlibi, AFTConv, AFTLocal, AFTSimple
-from aft_hf.caching_aft import AFTLayerState, AFTStaticLayerState
+from aft_hf.caching_aft import AFTLayerState
 
 
 pytest.importorskip("triton")
@@ -55,7 +55,7 @@ def build(structure: str, dtype: torch.dtype = FP32):
 
 
 def state_of(mixer, static: bool) -> AFTLayerState:
-    return AFTStaticLayerState(mixer.state_window, 500) if static else AFTLayerState(mixer.state_window)
+    return AFTLayerState(mixer.state_window, 500) if static else AFTLayerState(mixer.state_window)
 
 
 def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):

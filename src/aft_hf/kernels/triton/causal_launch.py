@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...portable_aft import join_heads, power_of_two_from
+from .kept import kept_like
 from .options import CHUNK, PROGRAMS, options
 
 
@@ -33,19 +34,6 @@ def segments(value: torch.Tensor, block: int, warps: int, most: int = 64) -> tup
     count = min(most, max(1, -(-PROGRAMS * processors // (programs * warps))))
     size = -(-length // (count * CHUNK)) * CHUNK
     return -(-length // size), size
-
-
-def kept_like(value: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return memory for what `causal` keeps for its gradient: averages relative to a center, base-2 logarithms of
-    denominators relative to a reference, and, of each chunk, reference, center and, for windows, whether it was
-    repaired, (B, N, 2 or 3, d).
-    """
-    batch, length, width = value.shape
-    average = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
-    of_chunks = batch, -(-length // CHUNK), 2 if bias is None else 3, width
-    shapes = (average, value.shape), (torch.float32, value.shape), (torch.float32, of_chunks)
-    found, logsumexp, center = (torch.empty(shape, dtype=dtype, device=value.device) for dtype, shape in shapes)
-    return found, logsumexp, center
 
 
 # ------------------------------------------------------------------------------------------------------ w = 0 or alibi
@@ -319,7 +307,7 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
 
 def causal(query, key, value, bias, slopes, first, hides_outside, keep):  # type: ignore[no-untyped-def]
     """Compute `causal` and, with `keep`, what its gradient needs; empty tensors otherwise."""
-    kept = kept_like(value, bias) if keep else None
+    kept = kept_like("causal", key, value, bias) if keep else None
     slopes, first = (x if x is None else x.contiguous() for x in (slopes, first))
     if value.numel() == 0:
         output = torch.empty_like(value)
@@ -381,24 +369,37 @@ def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):
 
 
 def prefill(query, key, value, bias, slopes, first, hides_outside, state):  # type: ignore[no-untyped-def]
-    """Compute Eq. 2 times the gate for new tokens, and add them to the state.
-
-    With a window, tokens are computed together with those of the window, whose outputs are dropped.
-    """
-    padding = None if first is None else first > torch.arange(value.shape[1], device=first.device)
-    keys, values, *sums = state
-    numerator, denominator, maximum = sums
+    """Compute Eq. 2 times the gate for new tokens, and add them to the state."""
+    numerator, denominator, maximum = state[2:]
+    padding = place = None
+    if first is not None:  # padding moves behind the real tokens of each row
+        length, tokens = value.shape[1], torch.arange(value.shape[1], device=value.device)
+        hidden, begin = first > tokens, first.amin(1, keepdim=True)
+        padding = tokens >= (~hidden).sum(1, keepdim=True)
+        place = (tokens - begin).clamp_min(0)
+        index = (tokens + begin).clamp_max(length - 1).unsqueeze(2)
+        query, key, value = (x if x is None else x.take_along_dim(index, 1) for x in (query, key, value))
     if bias is None:
-        if padding is not None:  # no token begins a document, since the state precedes it
-            first = torch.where(padding, value.shape[1], -1)
-        return walk(query, key, value, slopes, first, None, (maximum, numerator, denominator))
+        # No token begins a document, since the state precedes it
+        first = None if padding is None else torch.where(padding, value.shape[1], -1)
+        output = walk(query, key, value, slopes, first, None, (maximum, numerator, denominator))
+    else:
+        output = _window_prefill(query, key, value, bias, hides_outside, padding, state)
+    if place is None:
+        return output
+    return output.take_along_dim(place.unsqueeze(2), 1).masked_fill(hidden.unsqueeze(2), 0.0)
+
+
+def _window_prefill(query, key, value, bias, hides_outside, padding, state):  # type: ignore[no-untyped-def]
+    """Compute new tokens together with those of the window, whose outputs are dropped; padding comes last."""
+    keys, values, numerator, denominator, maximum = state
     past = keys.shape[2]
     key, value = (torch.cat([join_heads(x).to(y.dtype), y], 1) for x, y in ((keys, key), (values, value)))
     query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
     window = Window.by_lag(bias, hides_outside, past)
     output = sweep(query, key, value, window, None, None, (maximum, numerator, denominator))[:, past:].contiguous()
     _store_state(key, value, state, padding, window)
-    return output if padding is None else output.masked_fill(padding.unsqueeze(-1), 0.0)
+    return output
 
 
 def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no-untyped-def]

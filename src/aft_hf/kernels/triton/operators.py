@@ -1,92 +1,130 @@
 """The operators of `kernels/operators.py` by Triton kernels, for CUDA devices.
 
 They have not been measured on a GPU yet, so `register` is called only if the environment variable AFT_HF_TRITON is 1.
-The kernels take float32 and bfloat16, with sums in float32. `grid` has no kernel: small grids go to `table`, larger
-ones to the portable form.
-
-A backward pass computes the forward pass again, so that only the inputs are saved for it.
+The kernels take float32 and bfloat16, with sums in float32. The portable form computes other dtypes, and what does not
+compile on a GPU.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
 import torch
+from transformers.utils import logging
 
-from ...position_biases_aft import working_dtype
-from ..operators import NAMESPACE, new_gradients, portable
-from . import bidirectional_launch, causal_launch
-from .causal_launch import causal_state
+from .. import operators as schema
+from . import causal_launch, product_launch
+from .kept import kept_like
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+logger = logging.get_logger(__name__)
+Tensors = tuple[torch.Tensor, ...]
+Result = TypeVar("Result")
+
+LAUNCHES: dict[str, Any] = {"causal": causal_launch, "grid": product_launch, "table": product_launch}
+
+# Operators and dtypes that some kernel failed to compile for.
+FAILED: set[tuple[str, torch.dtype]] = set()
 
 
 def register(dispatch_key: str = "CUDA") -> torch.library.Library:
     """Register the kernels for a dispatch key, in place of what is registered for it, as long as the result exists."""
-    library = torch.library.Library(NAMESPACE, "IMPL")
-    for operator in (causal, causal_backward, causal_state, band, band_backward, table, table_backward):
-        library.impl(operator.__name__, operator, dispatch_key, allow_override=True)
+    library = torch.library.Library(schema.NAMESPACE, "IMPL")
+    implementations: dict[str, Callable[..., Any]] = {
+        "causal_state": _causal_state,
+        "band": _band,
+        "band_backward": _band_backward,
+    }
+    for name in LAUNCHES:
+        implementations[name] = partial(_forward, name)
+        implementations[f"{name}_keeping"] = partial(_keeping, name)
+        implementations[f"{name}_backward_keeping"] = partial(_backward, name)
+    for name, function in implementations.items():
+        library.impl(name, function, dispatch_key, allow_override=True)
+    schema.KEEPING.add(dispatch_key.lower())
     return library
 
 
-def causal(query, key, value, bias, slopes, first, hides_outside):  # type: ignore[no-untyped-def]
-    problem = query, key, value, bias, slopes, first, hides_outside
-    if value.dtype not in DTYPES or value.numel() == 0:
-        return portable("causal", *problem)
-    return causal_launch.causal(*problem, keep=False)[0]
+def _run(name: str, dtype: torch.dtype, launch: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
+    """Launch kernels, or compute otherwise from the first failure to compile one on."""
+    if (name, dtype) not in FAILED:
+        try:
+            return launch()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # of many types, such as those of compilers and of files
+            FAILED.add((name, dtype))
+            logger.warning(
+                f"the Triton kernels for {name} in {dtype} do not work here, so PyTorch operations compute it, which "
+                f"take several times longer ({type(error).__name__}: {str(error)[:300]})"
+            )
+    return otherwise()
 
 
-def causal_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
-    *problem, bias_needed = arguments
-    if problem[2].numel() == 0:
-        return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
-    _, *kept = causal_launch.causal(*problem, keep=True)
-    return causal_launch.causal_backward(gradient, *problem, *kept, bias_needed)
-
-
-def band(query, key, *sizes):  # type: ignore[no-untyped-def]
-    if query.dtype not in DTYPES:
-        return portable("band", query, key, *sizes).to(working_dtype(query))
-    return causal_launch.band(query, key, *sizes)
-
-
-def band_backward(gradient, *problem):  # type: ignore[no-untyped-def]
-    return causal_launch.band_backward(gradient, *problem)
-
-
-def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
-    if value.dtype not in DTYPES or value.numel() == 0:
-        return portable("table", query, key, value, bias, causal)
-    w = _checked_table(bias, value)
-    if causal:
-        return causal_launch.sweep(query, key, value, causal_launch.Window.table(w), None, None)
-    return bidirectional_launch.forward(query, key, value, w, len(w), keep=False)[0]
-
-
-def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
-    *problem, bias_needed = arguments
-    query, key, value, bias, causal = problem
+def _forward(name: str, *problem: Any) -> torch.Tensor:
+    value = problem[2]
     if value.numel() == 0:
-        return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
-    w = _checked_table(bias, value)
-    if causal:
-        window, kept = causal_launch.Window.table(w), causal_launch.kept_like(value, w)
-        causal_launch.sweep(query, key, value, window, None, kept)
-        given = gradient, query, key, value, window, None, kept, bias_needed
-        *found, of_table = causal_launch.sweep_backward(*given)
-        of_table = None if of_table is None else of_table.sum(0)
-    else:
-        _, kept = bidirectional_launch.forward(query, key, value, w, len(w), keep=True)
-        given = gradient, query, key, value, w, kept, len(w)
-        *found, of_table = bidirectional_launch.backward(*given, of_table=bias_needed)
-    return _tensors(*found, of_table)
+        return torch.empty_like(value)
+    otherwise = partial(schema.portable, name, *problem)
+    if not schema._takes(name, problem):
+        return otherwise()
+    return _run(name, value.dtype, lambda: getattr(LAUNCHES[name], name)(*problem, False)[0], otherwise)
 
 
-def _tensors(*gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return detached gradients, with an empty tensor in place of None."""
-    device = next(x.device for x in gradients if x is not None)
-    return tuple(torch.empty(0, device=device) if x is None else x.detach() for x in gradients)
+def _keeping(name: str, *problem: Any) -> Tensors:
+    def otherwise() -> Tensors:
+        output = torch.empty_like(problem[2]) if problem[2].numel() == 0 else schema.portable(name, *problem)
+        return output, *kept_like(name, *problem[1:4])
+
+    if problem[2].numel() == 0:
+        return otherwise()
+    return _run(name, problem[2].dtype, lambda: getattr(LAUNCHES[name], name)(*problem, True), otherwise)
 
 
-def _checked_table(bias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous w of a table; kernels take its size from the values."""
-    if bias.shape[1:] != (value.shape[1], value.shape[1]):
-        raise ValueError(f"w {tuple(bias.shape)} does not match the values {tuple(value.shape)}")
-    return bias.contiguous()
+def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> Tensors:
+    *problem, _, _, _, bias_needed = arguments
+    if problem[2].numel() == 0:
+        return tuple(x.zero_() for x in schema.new_gradients(gradient, *problem, bias_needed))
+    launch = getattr(LAUNCHES[name], f"{name}_backward")
+    otherwise = partial(_portable_gradients, name, gradient, problem, bias_needed)
+    return _run(name, problem[2].dtype, lambda: launch(gradient, *arguments), otherwise)
+
+
+def _portable_gradients(name: str, gradient: torch.Tensor, problem: list[Any], bias_needed: bool) -> Tensors:
+    """Compute gradients by the portable form."""
+    found = list(schema.new_gradients(gradient, *problem, bias_needed))
+    places = [i for i, x in enumerate(found) if problem[i] is not None and x.shape == problem[i].shape]
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_(i in places) if torch.is_tensor(x) else x for i, x in enumerate(problem)]
+        output = schema.portable(name, *given)
+        for i, x in zip(places, torch.autograd.grad(output, [given[i] for i in places], gradient)):
+            found[i] = x
+    return tuple(found)
+
+
+def _causal_state(*arguments: Any) -> torch.Tensor:
+    value = arguments[2]
+    if value.numel() == 0:
+        return torch.empty_like(value)
+    otherwise = partial(schema.portable_state, *arguments)
+    if not schema._takes("causal", arguments):
+        return otherwise()
+    return _run("causal_state", value.dtype, lambda: causal_launch.causal_state(*arguments), otherwise)
+
+
+def _band(*problem: Any) -> torch.Tensor:
+    def otherwise() -> torch.Tensor:
+        return schema.portable("band", *problem).to(schema.working_dtype(problem[0]))
+
+    if not schema._takes("band", problem):
+        return otherwise()
+    return _run("band", problem[0].dtype, lambda: causal_launch.band(*problem), otherwise)
+
+
+def _band_backward(gradient: torch.Tensor, *problem: Any) -> Tensors:
+    def otherwise() -> Tensors:
+        with torch.enable_grad():
+            factors = [x.detach().requires_grad_() for x in problem[:2]]
+            return torch.autograd.grad(schema.portable("band", *factors, *problem[2:]), factors, gradient)
+
+    return _run("band", problem[0].dtype, lambda: causal_launch.band_backward(gradient, *problem), otherwise)

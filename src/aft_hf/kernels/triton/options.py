@@ -16,8 +16,8 @@ CHUNK = 32
 # Programs of a causal kernel to aim at per multiprocessor: rows are cut into segments until there are as many.
 PROGRAMS = 16
 
-# BD: features per program. num_warps: warps per program. maxnreg: registers per thread, at most. PRECISION: of matrix
-# products; "bf16" rounds both factors.
+# BD: features per program. BM, BN, BK: rows, columns and depth of matrix products. num_warps: warps per program.
+# maxnreg: registers per thread, at most. PRECISION: of matrix products; "bf16" rounds both factors.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "walk_kernel": {
         "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
@@ -43,6 +43,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "window_gradient_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},
         "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
+    },
+    # The products of grids and tables
+    "product": {
+        # "bf16" exceeds the error that the contract of the forms allows by a sixth
+        "bfloat16": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
+        "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
+    },
+    "weight_gradient_kernel": {
+        "bfloat16": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "float32": {"BM": 64, "BK": 16, "num_warps": 8, "num_stages": 2},
     },
 }
 
