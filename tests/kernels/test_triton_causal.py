@@ -4,6 +4,8 @@
 biases of each row, hidden tokens of any kind, and what is kept.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from aft_hf.kernels.triton.options import OPTIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
+slow = partial(pytest.param, marks=pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
 
 
@@ -71,7 +74,10 @@ def assert_exact(given, dtype=FP32, terms=1.0):
         leaves = [x if x is None else x.detach().clone().requires_grad_() for x in (*inputs, others[0])]
         output = function(*leaves, *others[1:])
         wanted = [x for x in leaves if x is not None]
-        results += [output, *torch.autograd.grad(output, wanted, weight.to(device, output.dtype))]
+        results += [
+            output,
+            *torch.autograd.grad(output, wanted, weight.to(device, output.dtype), materialize_grads=True),
+        ]
     size = exact[-2 if given[3] is not None else -1].abs()  # of the gradient of the values
     of_values = given[2].to(dtype).float().nan_to_num().abs().max().item() * 2
     for x, y in zip(found, exact):
@@ -89,14 +95,12 @@ def documents(length, *starts, padding=0):
     return torch.where(tokens >= length - padding, length, first)
 
 
-@pytest.mark.parametrize("size", (1, 2, 31, 32, 33, 34, 65, 100))
+@pytest.mark.parametrize("size", (1, 32, 33, 100))
 def test_a_window_of_any_size(size):
     assert_exact(problem(70, size, positions=None if size < 40 else 9))
 
 
-@pytest.mark.parametrize(
-    ("width", "heads", "shared"), ((3, 3, False), (4, 2, True), (35, 1, False), (34, 2, True), (1, 1, True))
-)
+@pytest.mark.parametrize(("width", "heads", "shared"), ((3, 3, False), (34, 2, True), (1, 1, True)))
 def test_heads_of_any_width_with_a_key_each_or_one_per_feature(width, heads, shared):
     assert_exact(problem(35, 3, width, heads, shared=shared, positions=1))
     assert_exact(problem(35, None, width, heads, shared=shared, alibi=True))
@@ -109,18 +113,18 @@ def test_biases_of_each_row():
 
 
 HIDDEN = {
-    "keys of -inf": ({}, torch.arange(70) % 3 == 1),
-    "padding before": ({"first": torch.where(torch.arange(70) < 37, 70, 37)[None]}, torch.arange(70) < 37),
-    "padding after": ({"first": documents(70, 5, 33, padding=9)[None]}, torch.arange(70) >= 61),
+    "keys of -inf": ({}, torch.arange(40) % 3 == 1),
+    "padding before": ({"first": torch.where(torch.arange(40) < 33, 40, 33)[None]}, torch.arange(40) < 33),
+    "padding after": ({"first": documents(40, 5, 31, padding=6)[None]}, torch.arange(40) >= 34),
 }
 
 
-@pytest.mark.parametrize("size", (None, 4, "alone", "alibi"), ids=str)
+@pytest.mark.parametrize("size", (4, "alibi", slow(None), slow("alone")), ids=str)
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_nan_in_hidden_tokens_changes_nothing(hidden, size):
     options, tokens = HIDDEN[hidden]
     given = problem(
-        70, {"alone": 4, "alibi": None}.get(size, size), alone=size == "alone", alibi=size == "alibi", **options
+        40, {"alone": 4, "alibi": None}.get(size, size), alone=size == "alone", alibi=size == "alibi", **options
     )
     if options:
         given[0][:, tokens] = given[1][:, tokens] = torch.nan
@@ -130,8 +134,8 @@ def test_nan_in_hidden_tokens_changes_nothing(hidden, size):
     assert_exact(given)
 
 
-@pytest.mark.parametrize("size", (None, 4, "alibi"), ids=str)
-@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("size", (4, "alibi"), ids=str)
+@pytest.mark.parametrize("dtype", (FP32, slow(BF16)), ids=str)
 @pytest.mark.parametrize(
     "changes",
     (
@@ -149,8 +153,8 @@ def test_large_numbers_cost_no_precision(changes, size, dtype):
     assert_exact(problem(36, None if size == "alibi" else size, width=4, **changes), dtype, terms)
 
 
-@pytest.mark.parametrize("length", (1, 2, 32, 33, 130))
-@pytest.mark.parametrize("size", (None, 5, "alibi"), ids=str)
+@pytest.mark.parametrize("length", (1, 32, 33, slow(130)))
+@pytest.mark.parametrize("size", (5, "alibi"), ids=str)
 def test_any_length_in_one_segment_or_several(length, size, monkeypatch):
     given = problem(length, None if size == "alibi" else size, width=4, alibi=size == "alibi")
     assert_exact(given)
@@ -161,36 +165,16 @@ def test_any_length_in_one_segment_or_several(length, size, monkeypatch):
         assert_exact(given)
 
 
-@pytest.mark.parametrize("size", (None, 4), ids=str)
-def test_what_is_kept_has_the_shapes_of_the_fake_and_is_empty_without_gradients(size):
-    given = [x if not isinstance(x, torch.Tensor) else x.to(DEVICE) for x in problem(36, size)]
-    output, *kept = causal_launch.causal(*given, True)
-    assert [x.shape for x in kept] == [x.shape for x in causal_launch.kept_like(given[2], given[3])]
-    same, *nothing = causal_launch.causal(*given, False)
-    torch.testing.assert_close(same, output, rtol=1e-5, atol=1e-5)
-    assert all(x.numel() == 0 for x in nothing)
-
-
-def test_an_empty_batch_has_empty_results_and_no_gradient_of_w():
-    given = [x if not isinstance(x, torch.Tensor) else x.to(DEVICE) for x in problem(5, 3)]
-    given[:3] = [x[:0] for x in given[:3]]
-    output, *kept = causal_launch.causal(*given, True)
-    assert output.shape == given[2].shape
-    *others, of_w = causal_launch.causal_backward(output, *given, *kept, True)
-    assert [x.shape for x in others] == [x.shape for x in given[:3]]
-    assert of_w.shape == given[3].shape and of_w.eq(0).all()
-
-
 def test_options_name_every_kernel_and_dtype():
     for kernel, entries in OPTIONS.items():
         assert {"bfloat16", "float32"} <= set(entries), kernel
-        assert all("BD" in x and "num_warps" in x for x in entries.values() if kernel.startswith(("walk", "sweep")))
+        assert all("num_warps" in x for x in entries.values())
 
 
-def empty_state(window, width, heads=1, shared=False, dtype=FP32, batch=1):
+def empty_state(window, width, heads=1, shared=False, batch=1):
     """The state of a layer before its first token."""
     features = width // heads
-    per_key, options = 1 if shared else features, {"device": DEVICE}
+    per_key, options, dtype = 1 if shared else features, {"device": DEVICE}, torch.float64
     keys = torch.full((batch, heads, window, per_key), -torch.inf, **options)
     numerator = torch.zeros(batch, heads, 1, features, dtype=dtype, **options)
     denominator = torch.zeros(batch, heads, 1, per_key, dtype=dtype, **options)
@@ -207,15 +191,15 @@ def empty_state(window, width, heads=1, shared=False, dtype=FP32, batch=1):
         (1, {}),
         (3, {"heads": 2, "shared": True}),
         (3, {"alone": True}),
-        (36, {"dtype": torch.float64}),
+        (36, {}),
     ),
     ids=str,
 )
 def test_a_prompt_in_pieces_and_tokens_after_it_continue_a_state(size, options):
-    pieces, dtype, start, found = (3, 34, 1, 5, 1), options.pop("dtype", FP32), 0, []
+    pieces, start, found = (3, 34, 1, 5, 1), 0, []
     given = problem(sum(pieces), size, width=4, **options)
     exact = portable("causal", *(x.double() if isinstance(x, torch.Tensor) else x for x in given))
-    state = empty_state((size or 1) - 1, 4, options.get("heads", 1), options.get("shared", False), dtype)
+    state = empty_state((size or 1) - 1, 4, options.get("heads", 1), options.get("shared", False))
     for piece in pieces:
         part = [x if x is None else x[:, start : start + piece].to(DEVICE) for x in given[:4]]
         slopes = given[4] if given[4] is None else given[4].to(DEVICE)
@@ -227,7 +211,7 @@ def test_a_prompt_in_pieces_and_tokens_after_it_continue_a_state(size, options):
 @pytest.mark.parametrize("size", (None, 2), ids=str)
 def test_sums_of_a_state_in_float64_do_not_drift(size):
     """After 2^25 tokens, float32 sums would not change any more."""
-    state = empty_state((size or 1) - 1, 4, dtype=torch.float64)
+    state = empty_state((size or 1) - 1, 4)
     _, _, numerator, denominator, maximum = state
     maximum.fill_(0.0)
     denominator.fill_(2.0**25)

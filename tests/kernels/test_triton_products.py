@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 from test_triton import Guarded, between_nan
 
-from aft_hf.kernels.operators import ALL_PAIRS
 from aft_hf.kernels.triton import product_launch
+from aft_hf.kernels.triton.kept import kept_like
+from aft_hf.position_biases_aft import GridKernel
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +31,7 @@ class Operator(torch.autograd.Function):
         output, *kept = getattr(product_launch, name)(query, key, value, w, *others, True)
         ctx.name, ctx.others, ctx.kept = name, others, kept
         ctx.save_for_backward(query, key, value, w)
-        expected = product_launch.kept_like(key, value, len(w), True)
+        expected = kept_like(name, key, value, w)
         assert [(x.shape, x.dtype) for x in kept] == [(x.shape, x.dtype) for x in expected]
         alone = getattr(product_launch, name)(query, key, value, w, *others, False)
         assert torch.equal(alone[0], output) or output.isnan().any()
@@ -47,11 +48,11 @@ class Operator(torch.autograd.Function):
 
 def exact(name, query, key, value, w, *others):
     """Eq. 2 element by element."""
-    bias, visible = ALL_PAIRS[name](value, w, *others)
-    features = value.shape[2] // len(w)
-    logits = bias.repeat_interleave(features, 1).permute(0, 2, 3, 1)  # (1, T, T', d)
-    if visible is not None:
-        logits = logits.masked_fill(~visible.permute(0, 2, 3, 1), -math.inf)
+    length, features = value.shape[1], value.shape[2] // len(w)
+    bias = GridKernel(w, others[:2], others[2]).dense(length) if name == "grid" else w
+    if others == (True,):  # causal
+        bias = bias.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+    logits = bias.repeat_interleave(features, 0).permute(1, 2, 0).unsqueeze(0)  # (1, T, T', d)
     key = key if key.shape == value.shape else key.repeat_interleave(features, 2)
     logits = logits + key.unsqueeze(1)
     nothing = (logits == -math.inf).all(2, keepdim=True)

@@ -210,7 +210,8 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled() or not _is_for_kernels([gradient]):
             with torch.enable_grad():
                 wanted = [x for x, need in zip(arguments, needed) if need]
-                found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, create_graph=True))
+                options = {"create_graph": True, "materialize_grads": True}  # a key alone does not matter
+                found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, **options))
             return None, *(next(found) if need else None for need in needed)
         kept = saved[count:]
         operator = getattr(torch.ops.aft_hf_v2, f"{name}_backward_keeping" if kept else f"{name}_backward").default

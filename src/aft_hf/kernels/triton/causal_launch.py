@@ -127,12 +127,6 @@ class Window(NamedTuple):
         w_row = positions * heads * size if rows > 1 else 0
         return cls(bias.contiguous(), heads, alone, positions, past, size, w_row, heads * size, size, size - 1)
 
-    @classmethod
-    def table(cls, bias: torch.Tensor) -> "Window":
-        """w of all pairs, (h, T, T)."""
-        heads, length, _ = bias.shape
-        return cls(bias.contiguous(), heads, True, length, 0, length, 0, length + 1, length**2, 0)
-
     @property
     def numbers(self) -> tuple[int, ...]:
         return self[3:]
@@ -245,7 +239,7 @@ def sums_of_segments(key, value, first, sums, count, size, shift):  # type: igno
 
 
 def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed):  # type: ignore[no-untyped-def]
-    """Compute the gradients of query, key, value and, if needed, of w: (parts, T, h, s), or (parts, h, T, T)."""
+    """Compute the gradients of query, key, value and, if needed, of w: (parts, T, h, s)."""
     from .sweep_kernels import repair_backward_kernel, sweep_backward_kernel
 
     gradient, query, key, value = _dense(gradient), _dense(query), _dense(key), _dense(value)
@@ -278,7 +272,7 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
 
 
 def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, strides: Any) -> torch.Tensor:
-    """Compute parts of the gradient of w: by row, query, head and lag, or by head, query and key."""
+    """Compute parts of the gradient of w by row, query, head and lag."""
     from .sweep_kernels import window_gradient_kernel
 
     chosen = options("window_gradient_kernel", tensors[3])
@@ -286,18 +280,11 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
     blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near + 1)
     each = 1 if at.rows else -(-at.batch // min(at.batch, max(1, ENOUGH_PROGRAMS // tiles)))
     parts = -(-at.batch // each)
-    if window.tensor.ndim == 4:
-        shape: tuple[int, ...] = parts, at.length, window.heads, window.size
-        found, dw_head = torch.zeros(shape, dtype=torch.float32, device=at.device), window.size
-        dw_token = window.heads * window.size
-    else:
-        shape = parts, window.heads, at.length, at.length
-        found = torch.zeros(shape, dtype=torch.float32, device=at.device)
-        dw_token, dw_head = at.length + 1, at.length**2
+    found = torch.zeros((parts, at.length, window.heads, window.size), dtype=torch.float32, device=at.device)
     constants = at.common | chosen | {"BLOCKS": blocks}
     sizes = at.batch, at.length, at.chunks, at.tiles_per_row, at.width, each, *window.numbers, at.rows
     given = *tensors, window.tensor, at.tiles.top, first, found
-    to = found.stride(0), dw_token, dw_head
+    to = found.stride()[:3]
     window_gradient_kernel[(tiles * parts,)](*given, *sizes, *to, *strides, **constants)
     return found
 

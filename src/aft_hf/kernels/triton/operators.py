@@ -7,10 +7,12 @@ compile on a GPU.
 
 from collections.abc import Callable
 from functools import partial
+from subprocess import SubprocessError
 from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging
+from triton.errors import TritonError
 
 from .. import operators as schema
 from . import causal_launch, product_launch
@@ -22,6 +24,9 @@ Tensors = tuple[torch.Tensor, ...]
 Result = TypeVar("Result")
 
 LAUNCHES: dict[str, Any] = {"causal": causal_launch, "grid": product_launch, "table": product_launch}
+
+# What compiling a kernel may raise: errors of Triton, of its passes, and of the C compiler and files of its launcher
+FAILURES = (TritonError, RuntimeError, OSError, SubprocessError)
 
 # Operators and dtypes that some kernel failed to compile for.
 FAILED: set[tuple[str, torch.dtype]] = set()
@@ -52,7 +57,7 @@ def _run(name: str, dtype: torch.dtype, launch: Callable[[], Result], otherwise:
             return launch()
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except Exception as error:  # of many types, such as those of compilers and of files
+        except FAILURES as error:
             FAILED.add((name, dtype))
             logger.warning(
                 f"the Triton kernels for {name} in {dtype} do not work here, so PyTorch operations compute it, which "
@@ -96,8 +101,8 @@ def _portable_gradients(name: str, gradient: torch.Tensor, problem: list[Any], b
     places = [i for i, x in enumerate(found) if problem[i] is not None and x.shape == problem[i].shape]
     with torch.enable_grad():
         given = [x.detach().requires_grad_(i in places) if torch.is_tensor(x) else x for i, x in enumerate(problem)]
-        output = schema.portable(name, *given)
-        for i, x in zip(places, torch.autograd.grad(output, [given[i] for i in places], gradient)):
+        output, wanted = schema.portable(name, *given), [given[i] for i in places]
+        for i, x in zip(places, torch.autograd.grad(output, wanted, gradient, materialize_grads=True)):
             found[i] = x
     return tuple(found)
 

@@ -171,7 +171,9 @@ def _parts(features: int, block: int) -> int:
 def _forward(problem: _Problem, keep: bool) -> Results:
     key, value = problem.inputs[1:]
     kept = kept_like("table", key, value, problem.w) if keep else (problem.new(0),) * 3
-    references = problem.references(kept[2] if keep else problem.new(problem.batch * (problem.width + problem.key_width)))
+    references = problem.references(
+        kept[2] if keep else problem.new(problem.batch * (problem.width + problem.key_width))
+    )
     with torch.cuda.device_of(value):
         programs = (-(-problem.width // 32), problem.batch)
         kernels.reference_kernel[programs](
@@ -223,7 +225,7 @@ def _backward(
 def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[str, bool]) -> torch.Tensor:
     grid, chosen, heads, length = problem.grid, problem.weight_options, problem.heads, problem.length
     block = chosen["BM"]
-    columns = problem.chosen["BN"]
+    columns = problem.options["BN"]
     constants = problem.columns | problem.structure | gated | chosen | {"BN": columns}
     constants["UNITS"] = columns // problem.columns["WIDTH"]
     if grid is None:
