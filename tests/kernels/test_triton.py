@@ -75,15 +75,15 @@ def launched(monkeypatch):
 # Structure, dtype, batch size, length, and what queries see.
 SEEN = "documents and padding"
 QUICK = (
-    [(x, FP32, 1, 65, "everything") for x in ("alibi causal", "local causal")]
-    + [(x, FP32, 2, 40, SEEN) for x in ("simple causal", "local causal, window alone", "conv causal")]
+    [("alibi causal", FP32, 1, 35, "everything"), ("local causal", FP32, 1, 65, "everything")]
+    + [("simple causal", FP32, 2, 12, SEEN), ("local causal, window alone", FP32, 1, 40, SEEN)]
     + [("conv causal", BF16, 1, 35, "everything"), ("full causal", FP32, 1, 35, "everything")]
     + [("conv 2-D", FP32, 1, 35, "everything")]
 )
 LONG = (
-    [(x, FP32, 2, 70, SEEN) for x in ("alibi causal", "local causal")]
-    + [("full causal", FP32, 1, 12, SEEN), ("local causal", BF16, 2, 70, "documents")]
-    + [("alibi causal", FP32, 2, 40, "left padding"), ("local causal, wide, window alone", FP32, 1, 129, "everything")]
+    [("alibi causal", FP32, 1, 35, SEEN), ("local causal", FP32, 1, 70, SEEN), ("conv causal", FP32, 1, 40, SEEN)]
+    + [("full causal", FP32, 1, 12, SEEN), ("local causal", BF16, 1, 40, "documents")]
+    + [("alibi causal", FP32, 2, 12, "left padding"), ("local causal, wide, window alone", FP32, 1, 129, "everything")]
     + [(x, FP32, 1, 1, "everything") for x in ("local causal", "full causal", "full")]
     + [(x, FP32, 1, 40, "everything") for x in ("simple causal, 2 heads", "local causal, 2 heads")]
     + [(x, FP32, 1, 40, "everything") for x in ("conv causal, even kernel", "conv causal, selected")]
@@ -166,7 +166,7 @@ def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
     assert all(_query(arguments) is not None for arguments in launched)
 
 
-@pytest.mark.parametrize("options", ("no query", "no output projection", "relu, no biases"))
+@pytest.mark.parametrize("options", ("no query", slow("relu, no biases")))
 def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     mixer = contract.build("local causal", TRITON, **contract.OPTIONS[options])
     contract.assert_mixer_exact(mixer, torch.randn(2, 33, contract.WIDTH, device=DEVICE))
@@ -174,10 +174,11 @@ def test_the_gate_is_fused_where_it_is_a_sigmoid(options, launched):
     assert all((_query(arguments) is not None) == fused for arguments in launched)
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launched):
     model = language_model(["local", "simple"], hidden_size=16, num_heads=1).to(DEVICE)
-    ids = torch.randint(0, 256, (2, 40), device=DEVICE)
-    mask = contract.padding_mask("left", 2, 40).to(DEVICE)
+    ids = torch.randint(0, 256, (2, 9), device=DEVICE)
+    mask = contract.padding_mask("left", 2, 9).to(DEVICE)
     found = []
     for implementation in ("auto", "reference"):
         for layer in model.aft.layers:
@@ -198,14 +199,13 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 OF_THE_CONTRACT = [
     ("nan_in_one_row_does_not_reach_another", "local causal"),
     ("the_output_may_be_changed_in_place", "local causal"),
-    ("inputs_and_gradients_need_not_be_contiguous", "local causal"),
+    slow(("inputs_and_gradients_need_not_be_contiguous", "local causal")),
     ("changing_an_input_before_the_backward_pass_is_an_error", "local causal"),
     ("nothing_is_kept_where_no_gradient_is_needed", "local causal"),
     ("only_what_is_trained_gets_a_gradient", "local causal", "position_bias"),
-    ("only_what_is_trained_gets_a_gradient", "local causal", "v_proj"),
-    ("batched_gradients_are_the_gradients_one_by_one", "local causal"),
+    slow(("batched_gradients_are_the_gradients_one_by_one", "local causal")),
     slow(("a_document_does_not_reach_another", "conv causal", torch.nan)),
-    *(slow(("batched_gradients_are_the_gradients_one_by_one", x)) for x in ("alibi causal", "full")),
+    slow(("batched_gradients_are_the_gradients_one_by_one", "full")),
     slow(("a_whole_mixer_in_half_precision_is_as_exact_as_the_reference", "local causal", BF16, False, 100.0)),
 ]
 
@@ -237,7 +237,7 @@ def test_what_kernels_do_not_compute_goes_to_the_portable_form(structure, monkey
     contract.assert_exact(contract.case("local causal", FP32, 3, 35, "a pair mask"), TRITON)
 
 
-@structures(["conv causal", slow("alibi causal")])
+@structures([slow("conv causal"), slow("alibi causal")])
 def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema(structure):
     """The kernels take one table for all rows, and positions from 0 on; the schema asks for neither."""
     mixer, length, batch = contract.build(structure, TRITON), 45, 2
@@ -259,7 +259,7 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-# -------------------------------------------------------------------------------------- operators that keep, and failures
+# ------------------------------------------------------------------------------------ operators that keep, and failures
 
 
 def of_operator(name, batch=2):
@@ -304,13 +304,14 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(getattr(torch.ops.aft_hf_v2, name)(*arguments), results[1][0], rtol=1e-4, atol=1e-5)
-    assert operators.FAILED == {(name, FP32)}
+    assert (name, FP32) in operators.FAILED
+    operators.FAILED.clear()
     assert sum("do not work here" in x.message for x in caplog.records) == 1
 
 
 # -------------------------------------------------------------------------------------------------- memory they touch
 
-GUARD = 512  # guard elements on each side of a buffer
+GUARD, GUARDED = 512, 96  # guard elements on each side of a buffer, and their value, which any dtype holds
 
 
 class Guarded:
@@ -325,9 +326,9 @@ class Guarded:
     def empty(self, *shape, dtype, device, fill=torch.nan):
         size = shape[0] if not isinstance(shape[0], int) else shape
         count = torch.Size(size).numel()
-        buffer = torch.full((count + 2 * GUARD,), 12288.0, dtype=dtype, device=device)
+        buffer = torch.full((count + 2 * GUARD,), GUARDED, dtype=dtype, device=device)
         self.buffers.append(buffer)
-        return buffer[GUARD : GUARD + count].fill_(fill).view(size)
+        return buffer[GUARD : GUARD + count].fill_(fill if dtype.is_floating_point else 0).view(size)
 
     def zeros(self, *shape, dtype, device):
         return self.empty(*shape, dtype=dtype, device=device, fill=0.0)
@@ -339,7 +340,7 @@ class Guarded:
     def assert_untouched(self):
         assert self.buffers
         for buffer in self.buffers:
-            assert buffer[:GUARD].eq(12288.0).all() and buffer[-GUARD:].eq(12288.0).all()
+            assert buffer[:GUARD].eq(GUARDED).all() and buffer[-GUARD:].eq(GUARDED).all()
 
 
 def between_nan(x: torch.Tensor) -> torch.Tensor:
@@ -351,9 +352,7 @@ def between_nan(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-@structures(
-    ["local causal", "alibi causal", *map(slow, ("simple causal", "local causal, window alone", "conv causal"))]
-)
+@structures(["local causal", *map(slow, ("local causal, window alone", "conv causal"))])
 def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
     monkeypatch.setattr(causal_launch, "PROGRAMS", 1000)  # several segments
     dtype = BF16 if structure == "local causal" else FP32  # with bfloat16, averages are kept in float16

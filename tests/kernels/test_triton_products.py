@@ -90,6 +90,10 @@ def assert_equal_to_eq_2(name, gradient, given, *others, gated=True, largest_log
     return results
 
 
+def some_slow(names, *quick):
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
+
+
 GRIDS = {
     "a key per head": (FP32, 3, (5, 7), 24, 2, (3, 3), True, False),
     "a key per head, bfloat16": (BF16, 3, (5, 7), 24, 2, (3, 3), True, False),
@@ -107,12 +111,10 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize("gated", (True, False), ids=("gated", "averages"))
-@pytest.mark.parametrize("name", GRIDS)
-def test_grids_equal_eq_2(name, gated):
+@pytest.mark.parametrize("name", some_slow(GRIDS, "a key per head", "outside hidden", "one position"))
+def test_grids_equal_eq_2(name):
     dtype, batch, size, width, heads, kernel, per_head, hides = GRIDS[name]
-    if not gated and dtype == BF16:
-        pytest.skip("the gate does not depend on the dtype")
+    gated = name != "outside hidden"
     gradient, given = inputs(dtype, batch, size[0] * size[1], width, heads, kernel, per_head=per_head)
     assert_equal_to_eq_2("grid", gradient, given, *size, hides, gated=gated)
 
@@ -129,15 +131,16 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", some_slow(TABLES, "a key per feature", "causal"))
 def test_tables_equal_eq_2(name):
     dtype, batch, length, width, heads, per_head, causal = TABLES[name]
     gradient, given = inputs(dtype, batch, length, width, heads, (length, length), per_head=per_head)
     assert_equal_to_eq_2("table", gradient, given, causal)
 
 
-@pytest.mark.parametrize(("keys", "biases"), ((30.0, 1.0), (90.0, 1.0), (1.0, 50.0)))
-@pytest.mark.parametrize("problem", ("grid", "grid, outside hidden", "table", "causal table"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "biases"), ((90.0, 1.0), (1.0, 50.0)))
+@pytest.mark.parametrize("problem", ("grid, outside hidden", "causal table"))
 def test_large_keys_and_biases_are_finite_and_right(problem, keys, biases):
     name = problem.split()[-1] if "table" in problem else "grid"
     others = ("causal" in problem,) if name == "table" else (3, 4, "hidden" in problem)
@@ -146,14 +149,15 @@ def test_large_keys_and_biases_are_finite_and_right(problem, keys, biases):
     assert_equal_to_eq_2(name, gradient, given, *others, largest_logit=4 * (keys + biases))
 
 
-@pytest.mark.parametrize("slope", (3000.0, -3000.0))
-@pytest.mark.parametrize(("name", "others"), (("grid", (3, 4, True)), ("table", (True,))), ids=("grid", "table"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "others", "slope"), (("grid", (3, 4, True), 3000.0), ("table", (True,), -3000.0)))
 def test_keys_that_rise_or_fall_by_thousands_are_right(name, others, slope):
     gradient, given = inputs(FP32, 1, 12, 4, 2, (12, 12) if name == "table" else (3, 3), per_head=True)
     given[1] += torch.linspace(0, slope, 12)[:, None]
     assert_equal_to_eq_2(name, gradient, given, *others, largest_logit=3000.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("grid", "table"))
 def test_a_large_common_offset_of_keys_and_values_costs_no_precision(name):
     others = (False,) if name == "table" else (3, 4, False)
@@ -165,7 +169,8 @@ def test_a_large_common_offset_of_keys_and_values_costs_no_precision(name):
         assert (x.double().cpu() - y).norm() < 1e-4 * y.norm()
 
 
-@pytest.mark.parametrize("size", (math.nan, math.inf, 1e30))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", (math.nan,))
 @pytest.mark.parametrize("case", ("key of -inf", "outside hidden", "entry of -inf", "later token"))
 def test_hidden_tokens_reach_nothing(case, size):
     """Neither the outputs and gradients of tokens that do not see them, nor other rows of the batch."""
@@ -196,6 +201,7 @@ def test_hidden_tokens_reach_nothing(case, size):
         assert all(x.isfinite().all() for x in first)
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_nothing_gives_0_and_finite_gradients():
     gradient, given = inputs(FP32, 2, 12, 4, 2, (3, 3), per_head=True)
     given[1][0] = -math.inf
@@ -205,7 +211,7 @@ def test_a_query_that_sees_nothing_gives_0_and_finite_gradients():
         assert found[0][0].eq(0).all() and found[0][1, :4].eq(0).all() == hides
 
 
-@pytest.mark.parametrize("case", ("grid", "heads of one feature", "table"))
+@pytest.mark.parametrize("case", ("grid", pytest.param("heads of one feature", marks=pytest.mark.slow), "table"))
 def test_the_kernels_read_and_write_nothing_beyond_their_tensors(case, monkeypatch):
     name, heads = ("table", 2) if case == "table" else ("grid", 4 if case == "heads of one feature" else 2)
     shape, others = ((35, 35), (False,)) if name == "table" else ((3, 3), (5, 7, False))

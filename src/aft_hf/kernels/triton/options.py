@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 32, "BW": 32, "num_warps": 1},
     },
     "window_gradient_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},
+        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},  # "bf16" exceeds the error that is allowed
         "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
     },
     # The products of grids and tables

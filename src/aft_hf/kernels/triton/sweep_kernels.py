@@ -539,6 +539,8 @@ def sweep_backward_kernel(
             if not CHECK:
                 e = tl.exp2(k)
                 of_num, of_den = of_num * e, of_den * e
+                # exp(k) may overflow where the sums are 0
+                bad |= tl.max(((of_num + of_den) * 0.0 != 0.0).to(tl.int32), 0) > 0
             tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
             tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
             tl.store(flag_ptr + (b * N + n) * D + features, bad.to(tl.int8), exists)
