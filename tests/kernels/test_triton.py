@@ -259,7 +259,7 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------ operators that keep, and failures
+# ----------------------------------------------------------------------------------- operators that keep, and failures
 
 
 def of_operator(name, batch=2):

@@ -255,7 +255,7 @@ def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _state(*arguments: Any) -> torch.Tensor:
-    if not _takes("causal", arguments):
+    if not _takes("causal", arguments[:7]):
         return portable_state(*arguments)
     output, first = _new_output(*arguments), arguments[5]
     kernel = "causal_step" if output.shape[1] == 1 and first is None else "causal"

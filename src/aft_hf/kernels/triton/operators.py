@@ -112,7 +112,7 @@ def _causal_state(*arguments: Any) -> torch.Tensor:
     if value.numel() == 0:
         return torch.empty_like(value)
     otherwise = partial(schema.portable_state, *arguments)
-    if not schema._takes("causal", arguments):
+    if not schema._takes("causal", arguments[:7]):
         return otherwise()
     return _run("causal_state", value.dtype, lambda: causal_launch.causal_state(*arguments), otherwise)
 
