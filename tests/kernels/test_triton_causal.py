@@ -100,7 +100,7 @@ def test_a_window_of_any_size(size):
     assert_exact(problem(70, size, positions=None if size < 40 else 9))
 
 
-@pytest.mark.parametrize(("width", "heads", "shared"), ((3, 3, False), slow(34, 2, True), (1, 1, True)))
+@pytest.mark.parametrize(("width", "heads", "shared"), (slow(3, 3, False), slow(34, 2, True), (1, 1, True)))
 def test_heads_of_any_width_with_a_key_each_or_one_per_feature(width, heads, shared):
     assert_exact(problem(35, 3, width, heads, shared=shared, positions=1))
     assert_exact(problem(35, None, width, heads, shared=shared, alibi=True))

@@ -110,7 +110,7 @@ def test_half_precision(computed):
     assert_decodes(build("local causal", BF16), x, (33, 1, 1), dtype=BF16)
 
 
-@pytest.mark.parametrize(("structure", "keys"), (("local causal", "x 90"), slow("alibi causal", "a rising ramp")))
+@pytest.mark.parametrize(("structure", "keys"), (slow("local causal", "x 90"), slow("alibi causal", "a rising ramp")))
 def test_large_keys_are_finite_and_right(structure, keys, computed):
     mixer, inputs = contract.keys_are_inputs(build(structure)), contract.KEYS[keys](2, 40, contract.WIDTH)
     assert_decodes(mixer, inputs.to(DEVICE), (36, 1, 1, 1))
@@ -132,6 +132,7 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
     torch._dynamo.reset()
     model = language_model("local", **SMALL | {"num_hidden_layers": 1}).to(DEVICE)
