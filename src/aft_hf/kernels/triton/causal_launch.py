@@ -173,7 +173,7 @@ class Sweep:
         dtype = torch.bfloat16 if self.common["PRECISION"] == "bf16" else torch.float32
         of_queries = self.empty(count, CHUNK, (self.near + 1) * CHUNK, dtype=dtype)
         of_keys = self.empty(*of_queries.shape, dtype=dtype) if backward else None
-        made = Tiles(of_queries, of_keys, *(self.empty(count, CHUNK) for _ in range(2)), self.empty(count))
+        made = Tiles(of_queries, of_keys, self.empty(count, CHUNK), self.empty(count, CHUNK), self.empty(count))
         sizes = self.length, self.chunks, self.tiles_per_row, *window.numbers
         shape = shape | {"DOCUMENTS": first is not None, "BACKWARD": backward}
         tiles_kernel[(count,)](window.tensor, first, *made, *sizes, **shape)

@@ -143,7 +143,7 @@ class _Problem:
         constants["UNITS"] = self.options["BN"] // self.columns["WIDTH"]
         kernel[programs](*tensors, *self.sizes, self.offsets, reach, **constants)
 
-    def transpose(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def transpose(self, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
         """Convert tensors (B, T, d) to (d, T, B), or back, where heads have one feature; otherwise return them."""
         if not self.transposed:
             return tensors
