@@ -1,9 +1,10 @@
 """Compile every variant of the Triton kernels for GPUs that need not be present, and print the resources of each.
 
 The variants are recorded from the kernel launches, which run on meta tensors here, so only Triton is needed. The
-resources of a variant are registers and bytes of spilled registers per thread, bytes of shared memory per program, all
-instructions, and matrix-multiply instructions. The script fails if a variant does not compile, spills more than
-`--spills` bytes, or needs more shared memory than the GPU has.
+resources of a variant are registers and bytes of spilled registers per thread, bytes of shared memory per program, and
+what its longest loop issues: instructions, bytes that threads load and store, and barriers. For kernels that pass
+through the tokens, instructions and bytes are per token and feature, beside the bytes of all tensors once. The script
+fails if a variant does not compile, spills more than `--spills` bytes, or needs more shared memory than the GPU has.
 
     python scripts/compile_kernels.py --architectures 80 90 --out kernels.json
 """
@@ -33,13 +34,14 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from aft_hf.caching_aft import AFTLayerState
-from aft_hf.kernels.triton import operators
+from aft_hf.kernels.triton import causal_launch, product_launch
+from aft_hf.kernels.triton.options import CHUNK
 from aft_hf.mixing_aft import Mixing, Visibility
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
 
 
 # Bytes of shared memory that one program can use, by compute capability.
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 TYPES = {
     torch.float32: "*fp32",
@@ -47,7 +49,16 @@ TYPES = {
     torch.float16: "*fp16",  # averages that are kept for the backward pass
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",  # flags
+    torch.float64: "*fp64",  # sums of a state
 }
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
+
+# Tokens that an iteration of the longest loop passes, by kernel, and the arguments with an entry for each token and
+# feature.
+TOKENS = {"walk_kernel": 4, "walk_backward_kernel": 2, "sweep_kernel": CHUNK, "sweep_backward_kernel": CHUNK}
+TOKENS |= {"window_gradient_kernel": CHUNK}
+OF_TOKENS = {f"{name}_ptr" for name in ("q", "k", "v", "g", "y", "c", "l", "dq", "dk", "dv")}
 
 # Sizes of an ordinary call: rows, positions, features, heads.
 BATCH, LENGTH, WIDTH, HEADS = 8, 4096, 256, 4
@@ -63,6 +74,8 @@ class Variant(NamedTuple):
     kernel: str
     arguments: tuple[tuple[str, str, Any, bool], ...]
     warps: int
+    limit: int | None  # of registers per thread
+    stages: int | None
 
 
 class Compiled(NamedTuple):
@@ -73,8 +86,10 @@ class Compiled(NamedTuple):
     registers: int = 0
     spilled: int = 0
     shared: int = 0
-    instructions: int = 0
-    products: str = ""
+    instructions: float = 0.0
+    moved: float = 0.0
+    floor: int = 0
+    barriers: int = 0
 
 
 # ----------------------------------------------------------------------------------------------------- kernel variants
@@ -97,7 +112,8 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "conv": (HEADS, HEADS, LagKernel(tensor(HEADS, 11), causal=True)),
         "full": (1, WIDTH, Dense(*factors)),
     }
-    documents = Visibility.of(None, tensor(BATCH, LENGTH, dtype=torch.bool))
+    index = tensor(BATCH, LENGTH, dtype=torch.int64)
+    documents = Visibility(tensor(BATCH, LENGTH, dtype=torch.bool), index, index, index, True, None, None)
     for (name, (heads, key_width, biases)), dtype, packed in product(
         structures.items(), (torch.bfloat16, torch.float32), (False, True)
     ):
@@ -112,15 +128,18 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "image, full": (1, WIDTH, Dense(*factors)),
         "image, conv": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID)),
         "image, conv of 1 feature": (WIDTH, WIDTH, GridKernel(tensor(WIDTH, 11, 11), GRID)),
+        "image, conv, large": (HEADS, HEADS, GridKernel(tensor(HEADS, 25, 25), (64, 64))),
     }
     for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
-        value, key = (tensor(BATCH, GRID[0] * GRID[1], x, dtype=dtype) for x in (WIDTH, key_width))
+        rows, columns = getattr(biases, "grid_size", GRID)
+        value, key = (tensor(BATCH, rows * columns, x, dtype=dtype) for x in (WIDTH, key_width))
         yield f"{name}, {str(dtype).removeprefix('torch.')}", Mixing(key, value, heads, biases, query=value)
 
 
 def launched(problem: Mixing) -> list[Variant]:
     """The variants that a forward and backward pass, a forward pass without gradients, and generation launch."""
     variants, run = [], JITFunction.run
+    causal_launch.PROGRAMS = 10**6  # so that rows are in several segments
 
     def record(kernel, *arguments, grid, warmup, **options) -> None:
         variants.append(_variant(kernel, arguments, options))
@@ -137,31 +156,38 @@ def launched(problem: Mixing) -> list[Variant]:
 
 
 def _all_pairs(problem: Mixing) -> None:
-    table = problem.biases.dense(problem.length)
-    given = problem.query, problem.key, problem.value, table, problem.causal
-    operators.table(*given)
-    operators.table_backward(problem.value, *given, True)
+    biases, given = problem.biases, (problem.query, problem.key, problem.value)
+    if isinstance(biases, GridKernel):
+        arguments = *given, biases.kernels, *biases.grid_size, biases.hides_outside
+        forward, backward = product_launch.grid, product_launch.grid_backward
+    else:
+        arguments = *given, biases.dense(problem.length), problem.causal
+        forward, backward = product_launch.table, product_launch.table_backward
+    forward(*arguments, False)
+    backward(problem.value, *arguments, *forward(*arguments, True)[1:], True)
 
 
 def _causal(problem: Mixing) -> None:
     biases, length = problem.biases, problem.length
     first = None if problem.visibility is None else problem.visibility.first
     given = problem.query, problem.key, problem.value, biases.by_lag(length), biases.slopes
-    operators.causal(*given, first, biases.hides_outside)
-    operators.causal_backward(problem.value, *given, first, biases.hides_outside, given[3] is not None)
+    arguments = *given, first, biases.hides_outside
+    causal_launch.causal(*arguments, keep=False)
+    kept = causal_launch.causal(*arguments, keep=True)[1:]
+    causal_launch.causal_backward(problem.value, *arguments, *kept, given[3] is not None)
     if problem.visibility is None:
         layer = AFTLayerState(biases.reach)
         layer.lazy_initialization(*(x.float() for x in problem.by_head()))
         state = layer.keys, layer.values, layer.numerator, layer.denominator, layer.maximum
         for padding in (None, torch.empty(BATCH, length, dtype=torch.int64, device="meta")):
-            operators.causal_state(*given, padding, biases.hides_outside, *state)
+            causal_launch.causal_state(*given, padding, biases.hides_outside, *state)
         token = [None if x is None else x[:, :1] for x in given[:4]]
-        operators.causal_state(*token, biases.slopes, None, biases.hides_outside, *state)
+        causal_launch.causal_state(*token, biases.slopes, None, biases.hides_outside, *state)
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
     """The variant that Triton would compile for the arguments of a launch."""
-    warps = options.pop("num_warps", 4)
+    warps, limit, stages = options.pop("num_warps", 4), options.pop("maxnreg", None), options.pop("num_stages", None)
     values = dict(zip(kernel.arg_names, arguments)) | options
     given = []
     for parameter in kernel.params:
@@ -172,7 +198,7 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
             given.append((parameter.name, "constexpr", value, False))
         else:
             given.append((parameter.name, "i32", None, value % 16 == 0))
-    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps)
+    return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps, limit, stages)
 
 
 # --------------------------------------------------------------------------------------------------------- compilation
@@ -188,25 +214,52 @@ def compile_variant(problem: str, variant: Variant, architecture: int) -> Compil
     )
     try:
         target = GPUTarget("cuda", architecture, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": variant.warps})
+        options = {"num_warps": variant.warps, "maxnreg": variant.limit, "num_stages": variant.stages}
+        options = {name: x for name, x in options.items() if x is not None}
+        compiled = triton.compile(source, target=target, options=options)
     except Exception as error:
         return Compiled(problem, variant, architecture, error=f"{type(error).__name__}: {error}"[:2000])
-    return Compiled(problem, variant, architecture, "", *_inspect(compiled))
+    return Compiled(problem, variant, architecture, "", *_inspect(compiled, variant))
 
 
-def _inspect(compiled) -> tuple[int, int, int, int, str]:
-    """Registers, spilled bytes, shared memory, instructions, and matrix-multiply instructions."""
+def _inspect(compiled, variant: Variant) -> tuple[int | float, ...]:
+    """The resources of a compiled variant, in the order of the fields of `Compiled`."""
     tools = Path(triton.knobs.nvidia.ptxas.path).parent
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(compiled.asm["cubin"])
         usage = _output(tools / "cuobjdump", "--dump-resource-usage", binary)
         code = _output(tools / "cuobjdump", "--dump-sass", binary)
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", code)
+    loop = _longest_loop(re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code))
     registers, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    counts = {name: operations.count(name) for name in ("HGMMA", "HMMA") if name in operations}
-    products = " ".join(f"{name} {count}" for name, count in counts.items())
-    return registers, local, compiled.metadata.shared, len(operations), products
+    constants = {name: value for name, kind, value, _ in variant.arguments if kind == "constexpr"}
+    per = 32 * variant.warps / (TOKENS.get(variant.kernel, 0) * constants.get("BD", 1) or 32 * variant.warps)
+    floor = sum(BYTES.get(kind, 0) for name, kind, *_ in variant.arguments if name in OF_TOKENS)
+    moved = sum(_bytes_of(text) for text in loop)
+    barriers = sum("BAR." in text for text in loop)
+    of_tokens = floor if variant.kernel in TOKENS else 0
+    return registers, local, compiled.metadata.shared, len(loop) * per, moved * per, of_tokens, barriers
+
+
+def _longest_loop(lines: list[tuple[str, str]]) -> list[str]:
+    """The instructions of the longest stretch of code that a backward branch closes: of those with matrix products, if
+    there are any, since what is computed key by key is rare.
+    """
+    places, loops = {int(address, 16): i for i, (address, _) in enumerate(lines)}, []
+    for i, (address, text) in enumerate(lines):
+        target = re.search(r"BRA.*?(0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < int(address, 16) and int(target[1], 16) in places:
+            loops.append([x for _, x in lines[places[int(target[1], 16)] : i + 1]])
+    with_products = [loop for loop in loops if any("MMA" in x for x in loop)]
+    return max(with_products or loops or [[]], key=len)
+
+
+def _bytes_of(instruction: str) -> int:
+    """The bytes that a thread loads or stores by an instruction, outside shared memory."""
+    if not re.search(r"\b(LDG|STG|LDGSTS)\b", instruction):
+        return 0
+    size = re.search(r"\.(128|64|U16|S16|16|U8|S8)\b", instruction)
+    return {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1}[size[1]] if size else 4
 
 
 def _output(*command) -> str:
@@ -228,8 +281,8 @@ def failures(found: Compiled, spills: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90], help="compute capabilities")
-    parser.add_argument("--spills", type=int, default=64, help="maximum bytes of registers that a thread may spill")
+    parser.add_argument("--architectures", type=int, nargs="+", default=[80, 89, 90, 100], help="compute capabilities")
+    parser.add_argument("--spills", type=int, default=0, help="maximum bytes of registers that a thread may spill")
     parser.add_argument("--only", default="", help="compile only problems and kernels whose names contain this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes")
     parser.add_argument("--out", type=Path, help="JSON file for the table")
@@ -245,14 +298,16 @@ def main() -> int:
         print(f"compile_kernels: no kernel or problem has {arguments.only!r} in its name", file=sys.stderr)
         return 1
     print(f"{len(variants)} variants for {' and '.join(f'sm_{sm}' for sm in arguments.architectures)}", flush=True)
-    row = "{:6} {:32} {:42} {:>5} {:>9} {:>6} {:>7} {:>8}  {}"
-    titles = ("GPU", "kernel", "first needed by", "warps", "registers", "spill", "shared", "instr.", "products")
+    row = "{:6} {:26} {:38} {:>5} {:>9} {:>6} {:>7} {:>7} {:>6} {:>6} {:>8}"
+    titles = ("GPU", "kernel", "first needed by", "warps", "registers", "spill", "shared")
+    titles = (*titles, "instr.", "bytes", "floor", "barriers")
     print(row.format(*titles))
     failed, table = [], []
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         for found in pool.map(compile_variant, *zip(*wanted)):
-            sizes = found.variant.warps, found.registers, found.spilled, found.shared, found.instructions
-            print(row.format(f"sm_{found.architecture}", found.variant.kernel, found.problem, *sizes, found.products))
+            sizes = found.variant.warps, found.registers, found.spilled, found.shared, round(found.instructions)
+            sizes = (*sizes, round(found.moved, 1), found.floor, found.barriers)
+            print(row.format(f"sm_{found.architecture}", found.variant.kernel, found.problem, *sizes))
             sys.stdout.flush()
             reason = failures(found, arguments.spills)
             if reason:

@@ -376,8 +376,7 @@ def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
         # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
         average = portable.recomputed(partial(portable.window, biases), *by_head)
         return portable.finish(query, average, value.dtype)
-    # Triton kernels multiply hidden values by 0.
-    by_operator = uses_operator("table", implementation, device) and not (biases.hides_outside and value.is_cuda)
+    by_operator = uses_operator("table", implementation, device)
     longest = problem.causal and torch.compiler.is_exporting() and isinstance(biases, Dense)
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
     if not by_operator:

@@ -6,7 +6,7 @@ from . import operators
 
 
 if os.environ.get("AFT_HF_TRITON") == "1":
-    from .triton import register
+    from .triton.operators import register
 
     TRITON = register()
 

@@ -65,6 +65,7 @@ from .. import portable_aft
 from ..portable_aft import num_heads
 from ..position_biases_aft import Window, working_dtype
 from .library import load_library
+from .triton.kept import kept_like
 
 
 NAMESPACE = "aft_hf_v2"
@@ -76,6 +77,7 @@ ARGUMENTS = {
     "band": "Tensor query, Tensor key, SymInt start, SymInt length, int window",
 }
 STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) denominator, Tensor(e!) maximum"
+KEPT = "Tensor average, Tensor logsumexp, Tensor center"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 DTYPES = frozenset((torch.float32, torch.bfloat16))  # of the kernels; the portable form computes others
@@ -97,6 +99,17 @@ def new_gradients(gradient, query, key, value, biases, *others):  # type: ignore
     return tuple(value.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
+def _new_kept(name: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return memory for the output of an operator and for what it keeps for the backward pass."""
+    return _new_output(*arguments), *kept_like(name, *arguments[1:4])
+
+
+def _new_gradients_of_kept(gradient, *arguments):  # type: ignore[no-untyped-def]
+    """Return memory for the gradients of an operator that are computed from what it has kept."""
+    *problem, _, _, _, bias_needed = arguments
+    return new_gradients(gradient, *problem, bias_needed)
+
+
 def _new_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
     """Return memory for the output of `band`."""
     return query.new_empty(1, length, len(query), window, dtype=working_dtype(query))
@@ -116,6 +129,14 @@ def portable(name: str, *arguments: Any) -> Any:
         query, key, start, length, window = arguments
         return Window(query, key, size=window).by_lag(length, start)
     return getattr(portable_aft, name)(*arguments)
+
+
+def portable_state(*arguments: Any) -> torch.Tensor:
+    """Compute `causal_state` by PyTorch operations."""
+    output, state = portable_aft.causal_state(*arguments)
+    for x, following in zip(arguments[7:], state):
+        x.copy_(following)
+    return output
 
 
 def _is_for_kernels(tensors: Sequence[Any]) -> bool:
@@ -192,7 +213,8 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled() or not _is_for_kernels([gradient]):
             with torch.enable_grad():
                 wanted = [x for x, need in zip(arguments, needed) if need]
-                found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, create_graph=True))
+                options = {"create_graph": True, "materialize_grads": True}  # a key alone does not matter
+                found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, **options))
             return None, *(next(found) if need else None for need in needed)
         kept = saved[count:]
         operator = getattr(torch.ops.aft_hf_v2, f"{name}_backward_keeping" if kept else f"{name}_backward").default
@@ -236,11 +258,8 @@ def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _state(*arguments: Any) -> torch.Tensor:
-    if not _takes("causal", arguments):
-        output, state = portable_aft.causal_state(*arguments)
-        for x, following in zip(arguments[7:], state):
-            x.copy_(following)
-        return output
+    if not _takes("causal", arguments[:7]):
+        return portable_state(*arguments)
     output, first = _new_output(*arguments), arguments[5]
     kernel = "causal_step" if output.shape[1] == 1 and first is None else "causal"
     _call(kernel, _causal_fields(*arguments), arguments, output)
@@ -373,10 +392,12 @@ def _provides(name: str, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device_type.upper())
 
 
-def _register(name: str, arguments: str, result: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(
+    name: str, arguments: str, result: str, function: Callable[..., Any] | None, fake: Callable[..., Any]
+) -> None:
     LIBRARY.define(f"{name}({arguments}) -> {result}")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    if KERNELS is not None:
+    if KERNELS is not None and function is not None:
         LIBRARY.impl(name, function, "CPU")
 
 
@@ -390,6 +411,10 @@ def _register_all() -> None:
             _register(name, given, "Tensor", partial(_forward, name), _new_output)
             of_backward += ", bool bias_needed"
             _register(backward, of_backward, GRADIENTS, partial(_backward, name), new_gradients)
+            # Only for the devices in KEEPING
+            _register(f"{name}_keeping", given, GRADIENTS, None, partial(_new_kept, name))
+            of_backward = f"Tensor gradient, {given}, {KEPT}, bool bias_needed"
+            _register(f"{backward}_keeping", of_backward, GRADIENTS, None, _new_gradients_of_kept)
         LIBRARY.impl(name, partial(_autograd, name), "Autograd", with_keyset=True)
         torch.library.register_vmap(f"{NAMESPACE}::{name}", partial(_vmap, name), lib=LIBRARY)
     _register("causal_state", f"{ARGUMENTS['causal']}, {STATE}", "Tensor", _state, _new_output)

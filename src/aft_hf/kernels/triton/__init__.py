@@ -1,6 +1,1 @@
-"""Triton kernels for GPUs."""
-
-from .operators import register
-
-
-__all__ = ["register"]
+"""Triton kernels for GPUs. `operators.register` registers them; the package alone does not import Triton."""

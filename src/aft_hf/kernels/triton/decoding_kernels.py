@@ -2,12 +2,14 @@
 
 The state of a layer is that of `caching_aft.py`: a window of the last W keys and values, (B, h, W, k) and
 (B, h, W, c), and the sums over the tokens before it, (B, h, 1, c) and (B, h, 1, k). All tensors are contiguous and in
-float32. k is 1 for one key per head, else c.
+float32 (sums: or float64). k is 1 for one key per head, else c.
 
-`launch.py` launches these kernels.
+The sums may be float64, in which a step then adds to them: so they do not drift where tokens repeat.
+`causal_launch.py` launches these kernels.
 """
 
-from .tiles import ALIBI, EMPTY, _key_features, _tile, tl, triton
+from .device import EMPTY, LOG2E, tl, triton
+from .walk_kernels import _join, _load_sums
 
 
 @triton.jit
@@ -22,7 +24,7 @@ def _key_places(of_head, own, exists, first, HEAD: tl.constexpr, KEY_PER_HEAD: t
 def step_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, slope_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr, y_ptr,
     W, D, qb, kb, vb, wb,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, MODE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, ALIBI: tl.constexpr,
     BIASED: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
@@ -39,15 +41,18 @@ def step_kernel(
     b, head = (row // HEADS).to(tl.int64), row % HEADS
     of_head = b * HEADS + head
     slope = 0.0
-    if MODE == ALIBI:
+    if ALIBI:
         slope = tl.load(slope_ptr + head)
     for step in range(blocks):
         own = (block + step) * BD + tl.arange(0, BD)
         features, exists = head * HEAD + own, own < HEAD
         key_place, key_step, key_kept = _key_places(of_head, own, exists, (BLOCKS - 1) * BD, HEAD, KEY_PER_HEAD)
-        key = tl.load(k_ptr + b * kb + _key_features(features, head, KEY_PER_HEAD), exists, 0.0).to(tl.float32)
+        of_key = features
+        if KEY_PER_HEAD:
+            of_key = features * 0 + head
+        key = tl.load(k_ptr + b * kb + of_key, exists, 0.0).to(tl.float32)
         value = tl.load(v_ptr + b * vb + features, exists, 0.0).to(tl.float32)
-        far = tl.load(m_ptr + key_place, exists, EMPTY)
+        far = tl.load(m_ptr + key_place, exists, EMPTY).to(tl.float32)
         far_num = tl.load(n_ptr + of_head * HEAD + own, exists, 0.0)
         far_den = tl.load(d_ptr + key_place, exists, 0.0)
         leaving, leaving_value = key, value
@@ -81,7 +86,8 @@ def step_kernel(
             if not ALONE:
                 new = tl.maximum(top, far)
                 old, here = tl.exp(top - new), tl.exp(far - new)
-                num, den = num * old + far_num * here, den * old + far_den * here
+                num = num * old + far_num.to(tl.float32) * here
+                den = den * old + far_den.to(tl.float32) * here
         if not ALONE:
             # The token that leaves the window is added to the sums; without a window, this is the new token itself
             new = tl.maximum(far - slope, leaving)
@@ -92,7 +98,7 @@ def step_kernel(
             tl.store(d_ptr + key_place, far_den, key_kept)
             tl.store(m_ptr + key_place, new, key_kept)
         if not BIASED:
-            num, den = far_num, far_den
+            num, den = far_num.to(tl.float32), far_den.to(tl.float32)
         y = num / tl.where(den == 0.0, 1.0, den)
         if GATED:
             y *= tl.sigmoid(tl.load(q_ptr + b * qb + features, exists, 0.0).to(tl.float32))
@@ -101,58 +107,43 @@ def step_kernel(
 
 @triton.jit
 def state_kernel(
-    k_ptr, v_ptr, slope_ptr, count_ptr, sum_m_ptr, sum_n_ptr, sum_d_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr,
-    T, N, D, W, past, kb, kt, vb, vt,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, MODE: tl.constexpr,
-    ALONE: tl.constexpr, COUNTED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    k_ptr, v_ptr, sums_ptr, count_ptr, old_m_ptr, old_n_ptr, old_d_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr,
+    T, D, S, W, past, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, ALONE: tl.constexpr,
+    COUNTED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state after T tokens.
+    """Store the state after T tokens: the last W keys and values, and the sums before them, which are those of the old
+    state and of S segments.
 
-    The first `past` tokens are the window of the previous state. If COUNTED, only the first `count` of the other
-    tokens of each row are real.
-
-    The inputs sum_m, sum_n and sum_d are the sums of chunks after their scan; entry 0 holds the sums before the
-    sequence.
+    The first `past` tokens are the window of the old state. If COUNTED, only the first `count` of the other tokens of
+    each row are real.
     """
     pid = tl.program_id(0)
     block, head, b = pid % BLOCKS, (pid // BLOCKS) % HEADS, (pid // BLOCKS // HEADS).to(tl.int64)
     of_head, own = b * HEADS + head, block * BD + tl.arange(0, BD)
     features, exists = head * HEAD + own, own < HEAD
-    of_key = _key_features(features, head, KEY_PER_HEAD)
+    of_key = features
+    if KEY_PER_HEAD:
+        of_key = features * 0 + head
     key_place, key_step, key_kept = _key_places(of_head, own, exists, 0, HEAD, KEY_PER_HEAD)
     end = T
     if COUNTED:
         end = past + tl.load(count_ptr + b).to(tl.int32)
-    k_ptr += b * kb
-    v_ptr += b * vb
     for start in range(0, W, C):
         i = start + tl.arange(0, C)
         u = end - W + i
         there = (i < W)[:, None] & exists[None, :]
-        keys = _tile(k_ptr, u, kt, of_key, there & (u >= 0)[:, None], -float("inf"))
-        values = _tile(v_ptr, u, vt, features, there & (u >= 0)[:, None], 0.0)
+        keys = tl.load(k_ptr + b * kb + (u[:, None] * kt + of_key[None, :]), there & (u >= 0)[:, None], -float("inf"))
+        values = tl.load(v_ptr + b * vb + (u[:, None] * vt + features[None, :]), there & (u >= 0)[:, None], 0.0)
         to = keys_ptr + (key_place + of_head * (W - 1) * key_step)[None, :] + i[:, None] * key_step
-        tl.store(to, keys, there & key_kept[None, :])
-        tl.store(values_ptr + (of_head * W + i[:, None]) * HEAD + own[None, :], values, there)
-    m = tl.zeros((BD,), tl.float32) + EMPTY
-    num, den = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+        tl.store(to, keys.to(tl.float32), there & key_kept[None, :])
+        tl.store(values_ptr + (of_head * W + i[:, None]) * HEAD + own[None, :], values.to(tl.float32), there)
     if not ALONE:
-        before = tl.maximum(end - W, 0)  # tokens that are not in the window
-        chunk = before // C
-        u = chunk * C + tl.arange(0, C)
-        inside = (u < before)[:, None] & exists[None, :]
-        k = _tile(k_ptr, u, kt, of_key, inside, -float("inf"))
-        v = _tile(v_ptr, u, vt, features, inside, 0.0)
-        place = (b * (N + 1) + chunk) * D + features
-        far = tl.load(sum_m_ptr + place, exists, EMPTY)
-        fade, age = (before - 1 - u).to(tl.float32) * 0.0, 0.0
-        if MODE == ALIBI:
-            slope = tl.load(slope_ptr + head)
-            fade, age = (before - 1 - u).to(tl.float32) * slope, (before - chunk * C).to(tl.float32) * slope
-        m = tl.maximum(tl.maximum(far - age, tl.max(k - fade[:, None], 0)), EMPTY)
-        old, p = tl.exp((far - m) - age), tl.exp((k - m[None, :]) - fade[:, None])
-        num = tl.load(sum_n_ptr + place, exists, 0.0) * old + tl.sum(p * v, 0)
-        den = tl.load(sum_d_ptr + place, exists, 0.0) * old + tl.sum(p, 0)
-    tl.store(n_ptr + of_head * HEAD + own, num, exists)
-    tl.store(d_ptr + key_place, den, key_kept)
-    tl.store(m_ptr + key_place, m, key_kept)
+        M, num = tl.load(old_m_ptr + key_place, exists, EMPTY), tl.load(old_n_ptr + of_head * HEAD + own, exists, 0.0)
+        den = tl.load(old_d_ptr + key_place, exists, 0.0)
+        for s in range(S):
+            m, n, d, _, _ = _load_sums(sums_ptr + (b * (S + 1) + s) * 5 * D, features, D, exists)
+            M, _, num, den = _join(M, 0.0, num, den, m, n, d, 0.0, 0.0, 0.0, LOG2E)
+        tl.store(m_ptr + key_place, M, key_kept)
+        tl.store(n_ptr + of_head * HEAD + own, num, exists)
+        tl.store(d_ptr + key_place, den, key_kept)

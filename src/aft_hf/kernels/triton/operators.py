@@ -1,161 +1,135 @@
 """The operators of `kernels/operators.py` by Triton kernels, for CUDA devices.
 
 They have not been measured on a GPU yet, so `register` is called only if the environment variable AFT_HF_TRITON is 1.
-The kernels take float32 and bfloat16, with sums in float32. `grid` has no kernel: small grids go to `table`, larger
-ones to the portable form.
-
-A backward pass computes the forward pass again, so that only the inputs are saved for it.
+The kernels take float32 and bfloat16, with sums in float32. The portable form computes other dtypes, and what does not
+compile on a GPU.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from subprocess import SubprocessError
+from typing import Any, TypeVar
 
 import torch
+from transformers.utils import logging
+from triton.errors import TritonError
 
-from ..operators import NAMESPACE, new_gradients, portable
-from . import bidirectional_launch, launch
-from .launch import Geometry, Inputs
+from .. import operators as schema
+from . import causal_launch, product_launch
+from .kept import kept_like
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+logger = logging.get_logger(__name__)
+Tensors = tuple[torch.Tensor, ...]
+Result = TypeVar("Result")
 
-# Positions per chunk. With larger chunks, the sums of one program would need more registers than a thread has.
-CHUNK_SIZE = 32
+LAUNCHES: dict[str, Any] = {"causal": causal_launch, "grid": product_launch, "table": product_launch}
+
+# What compiling a kernel may raise: errors of Triton, of its passes, and of the C compiler and files of its launcher
+FAILURES = (TritonError, RuntimeError, OSError, SubprocessError)
+
+# Operators and dtypes that some kernel failed to compile for.
+FAILED: set[tuple[str, torch.dtype]] = set()
 
 
 def register(dispatch_key: str = "CUDA") -> torch.library.Library:
     """Register the kernels for a dispatch key, in place of what is registered for it, as long as the result exists."""
-    library = torch.library.Library(NAMESPACE, "IMPL")
-    for operator in (causal, causal_backward, causal_state, table, table_backward):
-        library.impl(operator.__name__, operator, dispatch_key, allow_override=True)
+    library = torch.library.Library(schema.NAMESPACE, "IMPL")
+    implementations: dict[str, Callable[..., Any]] = {
+        "causal_state": _causal_state,
+        "band": _band,
+        "band_backward": _band_backward,
+    }
+    for name in LAUNCHES:
+        implementations[name] = partial(_forward, name)
+        implementations[f"{name}_keeping"] = partial(_keeping, name)
+        implementations[f"{name}_backward_keeping"] = partial(_backward, name)
+    for name, function in implementations.items():
+        library.impl(name, function, dispatch_key, allow_override=True)
+    schema.KEEPING.add(dispatch_key.lower())
     return library
 
 
-def causal(query, key, value, bias, slopes, first, hides_outside):  # type: ignore[no-untyped-def]
-    problem = query, key, value, bias, slopes, first, hides_outside
-    if value.dtype not in DTYPES or value.numel() == 0:
-        return portable("causal", *problem)
-    if bias is not None and len(bias) > 1:
-        return torch.cat(_row_by_row(causal, problem))
-    return launch.forward(*_kernel_arguments(*problem), keep=False)[0]
+def _run(name: str, dtype: torch.dtype, launch: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
+    """Launch kernels, or compute otherwise from the first failure to compile one on."""
+    if (name, dtype) not in FAILED:
+        try:
+            return launch()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except FAILURES as error:
+            FAILED.add((name, dtype))
+            logger.warning(
+                f"the Triton kernels for {name} in {dtype} do not work here, so PyTorch operations compute it, which "
+                f"take several times longer ({type(error).__name__}: {str(error)[:300]})"
+            )
+    return otherwise()
 
 
-def causal_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
-    *problem, bias_needed = arguments
-    value, bias, _, first, _ = problem[2:]
+def _forward(name: str, *problem: Any) -> torch.Tensor:
+    value = problem[2]
     if value.numel() == 0:
-        return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
-    if bias is not None and len(bias) > 1:
-        return tuple(map(torch.cat, zip(*_row_by_row(causal_backward, (gradient, *arguments)))))
-    if bias_needed and first is not None and torch.are_deterministic_algorithms_enabled():
-        # The kernel adds the gradients of biases of several documents by atomics.
-        raise RuntimeError("the gradient of position biases with packed documents has no deterministic Triton kernel")
-    inputs, geometry = _kernel_arguments(*problem)
-    _, kept, _ = launch.forward(inputs, geometry, keep=True)
-    *found, of_table = launch.backward(gradient, inputs, kept, geometry, of_table=bias_needed)
-    return _tensors(*found, None if of_table is None else _by_lag(of_table, bias, geometry))
+        return torch.empty_like(value)
+    otherwise = partial(schema.portable, name, *problem)
+    if not schema._takes(name, problem):
+        return otherwise()
+    return _run(name, value.dtype, lambda: getattr(LAUNCHES[name], name)(*problem, False)[0], otherwise)
 
 
-def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):  # type: ignore[no-untyped-def]
-    heads, past = state[0].shape[1:3]
-    if value.shape[1] == 1 and first is None:
-        of_token = None if bias is None else bias[:, 0].unsqueeze(-1).contiguous()
-        of_heads = None if slopes is None else slopes.contiguous()
-        return launch.decode(query, key, value, of_token, of_heads, state, heads, alone=hides_outside)
-    if bias is not None and len(bias) > 1:
-        return torch.cat(_row_by_row(causal_state, (query, key, value, bias, None, first, hides_outside, *state)))
-    inputs, geometry = _kernel_arguments(query, key, value, bias, slopes, None, hides_outside, heads, past)
-    counts = None if first is None else (first == 0).sum(1)  # padding comes last
-    output = launch.prefill(inputs, counts, state, geometry)
-    return output if first is None else output.masked_fill(first.ne(0).unsqueeze(-1), 0.0)
+def _keeping(name: str, *problem: Any) -> Tensors:
+    def otherwise() -> Tensors:
+        output = torch.empty_like(problem[2]) if problem[2].numel() == 0 else schema.portable(name, *problem)
+        return output, *kept_like(name, *problem[1:4])
+
+    if problem[2].numel() == 0:
+        return otherwise()
+    return _run(name, problem[2].dtype, lambda: getattr(LAUNCHES[name], name)(*problem, True), otherwise)
 
 
-def table(query, key, value, bias, causal):  # type: ignore[no-untyped-def]
-    if value.dtype not in DTYPES or value.numel() == 0:
-        return portable("table", query, key, value, bias, causal)
-    w = _checked_table(bias, value)
-    if causal:
-        return launch.forward(Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE), keep=False)[0]
-    return bidirectional_launch.forward(query, key, value, w, len(w), keep=False)[0]
+def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> Tensors:
+    *problem, _, _, _, bias_needed = arguments
+    if problem[2].numel() == 0:
+        return tuple(x.zero_() for x in schema.new_gradients(gradient, *problem, bias_needed))
+    launch = getattr(LAUNCHES[name], f"{name}_backward")
+    otherwise = partial(_portable_gradients, name, gradient, problem, bias_needed)
+    return _run(name, problem[2].dtype, lambda: launch(gradient, *arguments), otherwise)
 
 
-def table_backward(gradient, *arguments):  # type: ignore[no-untyped-def]
-    *problem, bias_needed = arguments
-    query, key, value, bias, causal = problem
+def _portable_gradients(name: str, gradient: torch.Tensor, problem: list[Any], bias_needed: bool) -> Tensors:
+    """Compute gradients by the portable form."""
+    found = list(schema.new_gradients(gradient, *problem, bias_needed))
+    places = [i for i, x in enumerate(found) if problem[i] is not None and x.shape == problem[i].shape]
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_(i in places) if torch.is_tensor(x) else x for i, x in enumerate(problem)]
+        output, wanted = schema.portable(name, *given), [given[i] for i in places]
+        for i, x in zip(places, torch.autograd.grad(output, wanted, gradient, materialize_grads=True)):
+            found[i] = x
+    return tuple(found)
+
+
+def _causal_state(*arguments: Any) -> torch.Tensor:
+    value = arguments[2]
     if value.numel() == 0:
-        return tuple(x.zero_() for x in new_gradients(gradient, *arguments))
-    w = _checked_table(bias, value)
-    if causal:
-        inputs, geometry = Inputs(query, key, value, w), Geometry(3, len(w), CHUNK_SIZE)
-        _, kept, _ = launch.forward(inputs, geometry, keep=True)
-        *found, of_table = launch.backward(gradient, inputs, kept, geometry, of_table=bias_needed)
-    else:
-        _, kept = bidirectional_launch.forward(query, key, value, w, len(w), keep=True)
-        given = gradient, query, key, value, w, kept, len(w)
-        *found, of_table = bidirectional_launch.backward(*given, of_table=bias_needed)
-    return _tensors(*found, of_table)
+        return torch.empty_like(value)
+    otherwise = partial(schema.portable_state, *arguments)
+    if not schema._takes("causal", arguments[:7]):
+        return otherwise()
+    return _run("causal_state", value.dtype, lambda: causal_launch.causal_state(*arguments), otherwise)
 
 
-# -------------------------------------------------------------------------------------------- arguments of the kernels
+def _band(*problem: Any) -> torch.Tensor:
+    def otherwise() -> torch.Tensor:
+        return schema.portable("band", *problem).to(schema.working_dtype(problem[0]))
+
+    if not schema._takes("band", problem):
+        return otherwise()
+    return _run("band", problem[0].dtype, lambda: causal_launch.band(*problem), otherwise)
 
 
-def _kernel_arguments(  # type: ignore[no-untyped-def]
-    query, key, value, bias, slopes, first, hides_outside, heads=None, past=0
-) -> tuple[Inputs, Geometry]:
-    """Convert the arguments of `causal` or, with `heads` and the number of tokens in the window, of `causal_state`."""
-    if first is not None:
-        # Padding becomes documents of one hidden token, so that its position is not negative.
-        tokens = torch.arange(value.shape[1], device=value.device)
-        padding = first > tokens
-        key = key.masked_fill(padding.unsqueeze(-1), -torch.inf)
-        value = value.masked_fill(padding.unsqueeze(-1), 0.0)
-        first = torch.where(padding, tokens, first).int().contiguous()
-    if bias is None:
-        geometry = Geometry(int(slopes is not None), heads or (1 if slopes is None else len(slopes)), CHUNK_SIZE)
-        return Inputs(query, key, value, None, None if slopes is None else slopes.contiguous(), first), geometry
-    reach = bias.shape[3] - 1
-    geometry = Geometry(2, bias.shape[2], CHUNK_SIZE, -(-reach // CHUNK_SIZE), reach, int(hides_outside))
-    return Inputs(query, key, value, _by_chunk(bias[0], geometry, value.shape[1], past), None, first), geometry
+def _band_backward(gradient: torch.Tensor, *problem: Any) -> Tensors:
+    def otherwise() -> Tensors:
+        with torch.enable_grad():
+            factors = [x.detach().requires_grad_() for x in problem[:2]]
+            return torch.autograd.grad(schema.portable("band", *factors, *problem[2:]), factors, gradient)
 
-
-def _by_chunk(bias: torch.Tensor, geometry: Geometry, length: int, past: int) -> torch.Tensor:
-    """Convert w by lag, (P, h, s), to w of chunks, (h, chunks or 1, C, (near + 1) C); see `Inputs`."""
-    size = geometry.chunk_size
-    count = 1 if len(bias) == 1 else -(-(past + length) // size)
-    positions = (torch.arange(count * size, device=bias.device) - past).clamp(0, len(bias) - 1)
-    of_chunks = bias[positions].movedim(1, 0).unflatten(1, (count, size))  # (h, chunks or 1, C, s)
-    row, column = (torch.arange(n * size, device=bias.device) for n in (1, geometry.near + 1))
-    lag = row[:, None] + geometry.near * size - column
-    index = (geometry.reach - lag).clamp(0, geometry.reach).expand(*of_chunks.shape[:2], -1, -1)
-    outside = (lag < 0) | (lag > geometry.reach)
-    return of_chunks.gather(3, index).masked_fill(outside, 0.0).contiguous()
-
-
-def _by_lag(of_chunks: torch.Tensor, bias: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Convert the gradient of w of chunks to that of w by lag, (1, P, h, s)."""
-    size, device = geometry.chunk_size, bias.device
-    lag = torch.arange(geometry.reach, -1, -1, device=device)
-    column = torch.arange(size, device=device)[:, None] + geometry.near * size - lag
-    of_positions = of_chunks.gather(3, column.expand(*of_chunks.shape[:2], -1, -1)).flatten(1, 2).movedim(1, 0)
-    last = torch.arange(len(of_positions), device=device).clamp_max(bias.shape[1] - 1)
-    return torch.zeros_like(bias[0]).index_add_(0, last, of_positions).unsqueeze(0)
-
-
-def _row_by_row(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    """Call an operator for each row of the batch, since the kernels take one table of biases for all rows."""
-    count = len(arguments[2])
-    rows = ([x[i : i + 1] if isinstance(x, torch.Tensor) else x for x in arguments] for i in range(count))
-    return [operator(*row) for row in rows]
-
-
-def _tensors(*gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return detached gradients, with an empty tensor in place of None."""
-    device = next(x.device for x in gradients if x is not None)
-    return tuple(torch.empty(0, device=device) if x is None else x.detach() for x in gradients)
-
-
-def _checked_table(bias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous w of a table; kernels take its size from the values."""
-    if bias.shape[1:] != (value.shape[1], value.shape[1]):
-        raise ValueError(f"w {tuple(bias.shape)} does not match the values {tuple(value.shape)}")
-    return bias.contiguous()
+    return _run("band", problem[0].dtype, lambda: causal_launch.band_backward(gradient, *problem), otherwise)

@@ -1,0 +1,67 @@
+"""Options of the Triton kernels, in one table: block sizes and warps by kernel, dtype and GPU.
+
+An entry is found by the name of a kernel and the dtype of the values; one that also names a compute capability holds
+for GPUs of that capability. `scripts/tune_kernels.py` measures candidates and prints the best.
+"""
+
+from typing import Any
+
+import torch
+
+
+# The number of tokens that share a reference of the log-denominators and a center of the averages, and of queries in a
+# tile of the window.
+CHUNK = 32
+
+# Programs of a causal kernel to aim at per multiprocessor: rows are cut into segments until there are as many.
+PROGRAMS = 16
+
+# BD: features per program. BM, BN, BK: rows, columns and depth of matrix products. num_warps: warps per program.
+# maxnreg: registers per thread, at most. PRECISION: of matrix products; "bf16" rounds both factors.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "walk_kernel": {
+        "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
+        "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
+    },
+    "walk_backward_kernel": {
+        "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
+        "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
+    },
+    "sweep_kernel": {
+        "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
+        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+    },
+    "sweep_backward_kernel": {
+        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "bf16"},
+        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+    },
+    # BW: keys of the window at once
+    "step_kernel": {
+        "bfloat16": {"BD": 32, "BW": 32, "num_warps": 1},
+        "float32": {"BD": 32, "BW": 32, "num_warps": 1},
+    },
+    "window_gradient_kernel": {
+        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},  # "bf16" exceeds the error that is allowed
+        "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
+    },
+    # The products of grids and tables
+    "product": {
+        # "bf16" exceeds the error that the contract of the forms allows by a sixth
+        "bfloat16": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
+        "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
+    },
+    "weight_gradient_kernel": {
+        "bfloat16": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "float32": {"BM": 64, "BK": 16, "num_warps": 8, "num_stages": 2},
+    },
+}
+
+
+def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the options of a kernel for the dtype and the device of a tensor; with documents, registers are not
+    limited.
+    """
+    entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
+    card = "sm_{}{}".format(*torch.cuda.get_device_capability(x.device)) if x.is_cuda else ""
+    chosen = entries.get(f"{dtype} {card}", entries[dtype])
+    return chosen if first is None else chosen | {"maxnreg": None}

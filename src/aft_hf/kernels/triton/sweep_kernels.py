@@ -1,0 +1,723 @@
+"""Triton kernels for causal Eq. 2 with a window of position biases: sweeps over the chunks of a sequence.
+
+A program computes all chunks of C tokens of a segment for one block of features, with the sums over the tokens before
+the window in registers. The window enters as tiles A = exp(w - a_t) of C queries and C keys, of which NEAR chunks
+before the queries' own one have biases; a_t is the largest w of query t. Tiles are made once per call.
+
+Products are relative to the largest key m so far. This is exact unless a chunk has a key far above all before it.
+Such chunks are flagged per feature, and `repair_kernel` and `repair_backward_kernel` compute them key by key. CHECK:
+some queries do not see the first tokens (documents, or a window alone), so m is the largest key of the window, and
+denominators tell which chunks to repair.
+
+Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 logarithms of denominators, here without
+a_t. `causal_launch.py` launches these kernels.
+"""
+
+from .device import EMPTY, INTERPRETED, LOG2E, _divide, _largest, _log2, _once, tl, triton
+from .walk_kernels import _join, _load_sums, _store_sums
+
+
+SAFE = tl.constexpr(60.0)  # the largest log-ratio between the reference of a product and its result
+TINY = tl.constexpr(8.8e-27)  # exp(-SAFE)
+
+
+@triton.jit
+def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr,
+             KEY_PER_HEAD: tl.constexpr):  # fmt: skip
+    """The row, segment and head of a program, its features, which of them exist, and their keys."""
+    pid = tl.program_id(0)
+    f, s, b = pid % (HEADS * BLOCKS), pid // (HEADS * BLOCKS) % S, (pid // (HEADS * BLOCKS) // S).to(tl.int64)
+    own, head = f % BLOCKS * BD + tl.arange(0, BD), f // BLOCKS
+    features = head * HEAD + own
+    keys = features
+    if KEY_PER_HEAD:
+        keys = features * 0 + head
+    return b, s, head, features, own < HEAD, keys
+
+
+@triton.jit
+def _factor(x, PRECISION: tl.constexpr):
+    """Round a factor of a product to its precision."""
+    if PRECISION == "bf16":
+        return _once(x.to(tl.bfloat16))
+    else:
+        return _once(x)
+
+
+@triton.jit
+def _dot(a, x, PRECISION: tl.constexpr):
+    if PRECISION == "bf16" and INTERPRETED:  # the interpreter has no products of bfloat16
+        return tl.dot(a.to(tl.float32), x.to(tl.bfloat16).to(tl.float32), input_precision="ieee")
+    elif PRECISION == "bf16":
+        return tl.dot(a, x.to(tl.bfloat16))
+    else:
+        return tl.dot(a, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _starts(first_ptr, b, t, T, DOCUMENTS: tl.constexpr):
+    """The first token that each token sees; T or more for hidden ones."""
+    if DOCUMENTS:
+        return tl.load(first_ptr + b * T + t, (t >= 0) & (t < T), T).to(tl.int32)
+    return tl.where((t >= 0) & (t < T), 0, T)
+
+
+@triton.jit
+def _tile(ptr, t, step, features, inside, other: tl.constexpr):
+    return tl.load(ptr + (t[:, None] * step + features[None, :]), inside, other).to(tl.float32)
+
+
+@triton.jit
+def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS: tl.constexpr):
+    """Load keys, and values relative to a center: -inf and 0 for hidden tokens, whose values may be NaN."""
+    inside = ((t >= 0) & (t < T))[:, None] & exists[None, :]
+    k, v = _tile(k_ptr, t, kt, keys, inside, -float("inf")), _tile(v_ptr, t, vt, features, inside, 0.0)
+    if DOCUMENTS:
+        k = tl.where((start > t)[:, None], -float("inf"), k)
+    return k, tl.where(k > -float("inf"), v - center[None, :], 0.0)
+
+
+@triton.jit
+def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE: tl.constexpr):
+    """Load w between queries t and keys u, which are broadcast against each other: -inf where u is hidden from t."""
+    lag, place = t - u, tl.maximum(tl.minimum(t - start - past, positions - 1), 0).to(tl.int64) * w_position
+    visible, inside = (lag >= 0) & (u >= start), (lag >= 0) & (lag < size) & (u >= start)
+    w = tl.load(w_ptr + (place + (w_base - lag)), inside, 0.0).to(tl.float32)
+    if ALONE:
+        return tl.where(inside, w, -float("inf"))
+    return tl.where(visible, w, -float("inf"))
+
+
+@triton.jit
+def tiles_kernel(
+    w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
+    T, N, NT, positions, past, size, w_row, w_position, w_head, w_base,
+    HEADS: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr,
+    INITIAL: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Make A, (rows, h, NT, C, (NEAR + 1) C), and with BACKWARD its transposes by chunks of keys; the largest w of
+    each query; the weight of the tokens before the near chunks, 0 if it does not see any; and the spread of w.
+    """
+    pid = tl.program_id(0)
+    n, head, b = pid % NT, pid // NT % HEADS, (pid // NT // HEADS).to(tl.int64)
+    i = tl.arange(0, C)
+    t = n * C + i
+    start = _starts(first_ptr, b, t, T, DOCUMENTS)
+    w_ptr += b * w_row + head * w_head
+    outside = (start < (n - NEAR) * C) & (t >= start)
+    if INITIAL:  # tokens of a state precede all of these
+        outside = t >= start
+    if ALONE:
+        outside = outside & (t < 0)
+    top, low = tl.where(outside, 0.0, EMPTY), tl.where(outside, 0.0, -EMPTY)
+    for j in range(NEAR + 1):
+        u = (n - NEAR + j) * C + i
+        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, ALONE)
+        top = tl.maximum(top, tl.max(w, 1))
+        low = tl.minimum(low, tl.min(tl.where(w > -float("inf"), w, -EMPTY), 1))
+    tl.store(top_ptr + pid.to(tl.int64) * C + i, top)
+    tl.store(far_ptr + pid.to(tl.int64) * C + i, tl.where(outside, tl.exp2(-top * LOG2E), -1.0))
+    tl.store(spread_ptr + pid, tl.maximum(tl.max(top - low), 0.0))
+    for j in range(NEAR + 1):
+        u = (n - NEAR + j) * C + i
+        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, ALONE)
+        a = tl.exp2((w - top[:, None]) * LOG2E).to(a_ptr.dtype.element_ty)
+        tl.store(a_ptr + (pid.to(tl.int64) * C + i[:, None]) * ((NEAR + 1) * C) + j * C + i[None, :], a)
+        if BACKWARD:
+            of_keys = (b * HEADS + head) * NT + n - NEAR + j
+            to = b_ptr + (of_keys * C + i[None, :]) * ((NEAR + 1) * C) + (NEAR - j) * C + i[:, None]
+            tl.store(to, a, n - NEAR + j >= 0)
+
+
+@triton.jit
+def sweep_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, far_ptr, spread_ptr, first_ptr, sums_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr,
+    state_ptr, m_ptr, n_ptr, d_ptr, T, N, NT, D, S, each, rows, key_width, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
+    INITIAL: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
+    CHECK: tl.constexpr = DOCUMENTS or ALONE
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
+    if GATED:
+        q_ptr += b * qb
+    if KEEP:
+        c_ptr, l_ptr = c_ptr + b * T * D, l_ptr + b * T * D
+    tiles = (b * rows * HEADS + head) * NT
+    i = tl.arange(0, C)
+    M, N0, D0 = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    first_chunk, end = s * each, tl.minimum(s * each + each, N)
+    center = tl.load(v_ptr + (first_chunk * C * vt + features), exists, 0.0).to(tl.float32)
+    center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
+    if DOCUMENTS:
+        center = center * 0.0
+    if INITIAL:
+        M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
+        N0 = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
+        D0 = tl.load(d_ptr + b * key_width + keys, exists, 0.0).to(tl.float32)
+    if SEGMENTS:
+        for earlier in range(s):
+            top, num, den, age, length = _load_sums(sums_ptr + (b * S + earlier) * 5 * D, features, D, exists)
+            M, age, N0, D0 = _join(M, age, N0, D0, top, num, den, age, length, 0.0, LOG2E)
+    N0 -= center * D0
+    far_top = M
+    if not CHECK:  # the largest key that all queries of the first chunk see
+        for j in tl.range(NEAR):
+            t = (first_chunk - NEAR + j) * C + i
+            inside = (t >= 0)[:, None] & exists[None, :]
+            M = tl.maximum(M, tl.max(_tile(k_ptr, t, kt, keys, inside, -float("inf")), 0))
+        known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
+        M = tl.maximum(M, known)
+    for n in range(first_chunk, end):
+        t = n * C + i
+        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+        oldest, begin, kept = (n - NEAR) * C, 0, True
+        if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
+            begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
+            kept = begin < oldest
+            # A document may not change the rounding of another one
+            whole = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1) <= tl.maximum(oldest, 0)
+            mine = tl.load(v_ptr + (n * C * vt + features), exists, 0.0).to(tl.float32)
+            mine = tl.where(whole & (tl.abs(mine) < float("inf")), mine, 0.0)
+            N0, center = N0 + (center - mine) * D0, mine
+        k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
+        own = _largest(k + v * 0.0)
+        m = tl.maximum(M, own)
+        if CHECK:
+            m = tl.maximum(far_top, tl.max(k, 0))
+            if ALONE:
+                m = tl.maximum(tl.max(k, 0), EMPTY)
+            for j in tl.range(NEAR):
+                u = oldest + j * C + i
+                x, _ = _keys(
+                    k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                    DOCUMENTS)  # fmt: skip
+                m = tl.maximum(m, tl.max(x, 0))
+        tile = tiles + tl.minimum(n, NT - 1)
+        a_at = a_ptr + (tile * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
+        num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+        top0, num0, den0 = far_top, N0, D0
+        if not ALONE:
+            r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
+            num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
+            if CHECK:  # the sums may be NaN, which rows of another document do not see
+                num, den = tl.where(far >= 0.0, num, 0.0), tl.where(far >= 0.0, den, 0.0)
+        p = tl.exp2((k - m[None, :]) * LOG2E)
+        pv, k2, v2, u = p * v, k, v, t
+        if NEAR > 0:
+            own_p, own_pv, u = _factor(p, PRECISION), _factor(pv, PRECISION), oldest + i
+            k2, v2 = _keys(
+                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                DOCUMENTS)  # fmt: skip
+            p = tl.exp2((k2 - m[None, :]) * LOG2E)
+            pv = p * v2
+        if CHECK and not ALONE:
+            k2 = tl.where((u >= begin)[:, None], k2, -float("inf"))
+            far_top = tl.maximum(tl.where(kept, far_top, EMPTY), tl.max(k2, 0))
+            fade, joining = tl.exp2((top0 - far_top) * LOG2E), tl.exp2((k2 - far_top[None, :]) * LOG2E)
+            N0 = tl.where(kept, N0 * fade, 0.0) + tl.sum(tl.where((u >= begin)[:, None], joining * v2, 0.0), 0)
+            D0 = tl.where(kept, D0 * fade, 0.0) + tl.sum(joining, 0)
+        elif not ALONE:
+            N0, D0, far_top = N0 * r + tl.sum(pv, 0), D0 * r + tl.sum(p, 0), m
+        a = tl.load(a_at)
+        num += _dot(a, pv, PRECISION)
+        den += _dot(a, p, PRECISION)
+        for j in tl.range(1, NEAR):
+            u = oldest + j * C + i
+            k2, v2 = _keys(
+                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                DOCUMENTS)  # fmt: skip
+            p = tl.exp2((k2 - m[None, :]) * LOG2E)
+            a = tl.load(a_at + j * C)
+            num += _dot(a, p * v2, PRECISION)
+            den += _dot(a, p, PRECISION)
+        if NEAR > 0:
+            a = tl.load(a_at + NEAR * C)
+            num += _dot(a, own_pv, PRECISION)
+            den += _dot(a, own_p, PRECISION)
+        if CHECK:
+            right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
+            bad = tl.min(right.to(tl.int32), 0) == 0
+        else:
+            bad = ~(own - M + tl.load(spread_ptr + tile) <= SAFE)
+        M = m
+        of_chunk = (b * N + n) * D + features
+        tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
+        state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
+        tl.store(state_at, top0, bad)
+        tl.store(state_at + D, num0, bad)
+        tl.store(state_at + 2 * D, den0, bad)
+        tl.store(state_at + 3 * D, center, bad)
+        some, inside, gate = den != 0.0, (t < T)[:, None] & exists[None, :], 1.0
+        den, at = tl.where(some, den, 1.0), t[:, None] * D + features[None, :]
+        if GATED:
+            gate = 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E)
+        if KEEP:
+            tl.store(c_ptr + at, _divide(num, den).to(c_ptr.dtype.element_ty), inside)
+            tl.store(l_ptr + at, tl.where(some, _log2(den), float("inf")), inside)
+            to = r_ptr + (b * N + n) * 3 * D + features
+            if CHECK:
+                tl.store(to, tl.where(m > EMPTY, m, 0.0), exists)
+            else:
+                tl.store(to, m, exists)
+            tl.store(to + D, center, exists)
+            tl.store(to + 2 * D, bad.to(tl.float32), exists)
+        y = _divide(num + center[None, :] * den, den * gate)
+        tl.store(y_ptr + at, tl.where(some, y, 0.0).to(y_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def repair_kernel(
+    q_ptr, k_ptr, v_ptr, w_ptr, top_ptr, first_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr, state_ptr,
+    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    INITIAL: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs of the flagged features of a chunk key by key."""
+    b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    of_chunk = (b * N + n) * D + features
+    bad = exists & (tl.load(flag_ptr + of_chunk, exists, 0) != 0)
+    if tl.max(bad.to(tl.int32)) > 0:
+        i = tl.arange(0, C)
+        t, oldest = n * C + i, (n - NEAR) * C
+        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+        w_ptr += b * w_row + head * w_head
+        num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+        top = tl.zeros((C, BD), tl.float32) + EMPTY
+        state_at = state_ptr + (b * N + n) * 4 * D + features
+        center = tl.load(state_at + 3 * D, bad, 0.0)
+        if not ALONE:
+            seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
+            if INITIAL:
+                seen = (start <= t)[:, None] & bad[None, :]
+            top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
+            num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+            den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+        for u in range(tl.maximum(oldest, 0), tl.minimum(n * C + C, T)):
+            there = bad
+            if DOCUMENTS:
+                there = bad & (tl.load(first_ptr + b * T + u) <= u)
+            k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
+            v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
+            v = tl.where(k > -float("inf"), v - center, 0.0)
+            w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
+            seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
+            logit = tl.where(seen, k[None, :] + w, EMPTY)
+            new = tl.maximum(top, logit)
+            old, p = tl.exp2((top - new) * LOG2E), tl.where(seen, tl.exp2(((k[None, :] - new) + w) * LOG2E), 0.0)
+            num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
+        some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
+        den = tl.where(some, den, 1.0)
+        c = num / den
+        y = tl.where(some, c + center[None, :], 0.0)
+        if GATED:
+            y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
+        tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
+        if KEEP:
+            tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
+            largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
+            if DOCUMENTS or ALONE:
+                largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
+            log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
+            tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
+            tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
+            tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+@triton.jit
+def _queries(
+    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center,
+    GATED: tl.constexpr, CHECK: tl.constexpr, QUERY: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Load, of the queries of a chunk: the gradient of the averages; the averages, relative to the given center;
+    log-denominators; and the reference of these. With QUERY, store the gradient of the queries (the gate).
+    """
+    t = n * C + tl.arange(0, C)
+    inside, at = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :]
+    known = exists & (n * C < T)
+    reference = tl.load(r_ptr + n * 3 * D + features, known, -EMPTY)
+    own_center = tl.load(r_ptr + n * 3 * D + D + features, known, 0.0)
+    g, c = _tile(g_ptr, t, gt, features, inside, 0.0), tl.load(c_ptr + at, inside, 0.0).to(tl.float32)
+    log_den = tl.load(l_ptr + at, inside, float("inf"))
+    if GATED:
+        gate = _divide(1.0, 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E))
+        g *= gate
+    if CHECK:  # a hidden token may have a gradient that is NaN
+        g = tl.where(log_den < float("inf"), g, 0.0)
+    if QUERY and GATED:
+        dq = (c + own_center[None, :]) * (g - g * gate)
+        if CHECK:
+            dq = tl.where(log_den < float("inf"), dq, 0.0)
+        tl.store(dq_ptr + at, _once(dq.to(dq_ptr.dtype.element_ty)), inside)
+    if not QUERY:
+        c += (own_center - center)[None, :]
+    return g, c, log_den, reference
+
+
+@triton.jit
+def _far_queries(
+    R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tile, n, T, D, gt, qt, features, exists,
+    reference, center, GATED: tl.constexpr, CHECK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add the queries of a chunk to the sums over those that see all keys before the near chunks."""
+    there, i = n * C < T, tl.arange(0, C)
+    g, c, log_den, of_queries = _queries(
+        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C
+    )
+    log_den += (tl.load(top_ptr + tile * C + i, there, 0.0) * LOG2E)[:, None]
+    shift = (reference - of_queries) * LOG2E
+    if CHECK:
+        seen = (tl.load(far_ptr + tile * C + i, there, 0.0) >= 0.0)[:, None]
+        log_den = tl.where(seen, log_den, float("inf"))
+        lowest = tl.maximum(tl.max(-log_den, 0), EMPTY)
+        x = tl.where(seen, tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
+        of_den = tl.sum(tl.where(seen, x * c, 0.0), 0)
+        R, _, X, Z = _join(R, 0.0, X, Z, shift + lowest, tl.sum(x, 0), of_den, 0.0, 0.0, 0.0, 1.0)
+    else:  # they see the key of the reference, so no exponential exceeds 1
+        x = tl.exp2(shift[None, :] - log_den) * g
+        X, Z = X + tl.sum(x, 0), Z + tl.sum(x * c, 0)
+    return R, X, Z
+
+
+@triton.jit
+def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, D, exists):
+    """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference,
+    so no exponential exceeds 1.
+    """
+    shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
+    x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
+    return tl.sum(x, 0), tl.sum(x * c, 0)
+
+
+@triton.jit
+def sweep_backward_kernel(
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, b_ptr, top_ptr, far_ptr, first_ptr, sums_ptr, dq_ptr, dk_ptr,
+    dv_ptr, flag_ptr, state_ptr, T, N, NT, D, S, each, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a segment of `each` chunks or, with TOTALS, the sums over the queries that all keys
+    before the segment see.
+
+    Without CHECK, the reference of a chunk is a key that all of these queries see, so the sums need no maximum.
+    """
+    CHECK: tl.constexpr = DOCUMENTS or ALONE
+    CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    if TOTALS:
+        s += 1
+    row = b * T * D
+    g_ptr, k_ptr, v_ptr, c_ptr, l_ptr = g_ptr + b * gb, k_ptr + b * kb, v_ptr + b * vb, c_ptr + row, l_ptr + row
+    dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 3 * D
+    if GATED:
+        q_ptr, dq_ptr = q_ptr + b * qb, dq_ptr + row
+    tiles, i = (b * rows * HEADS + head) * NT, tl.arange(0, C)
+    # Sums over later queries of g / denominator (X), times the average relative to `center` (Z); relative to
+    # exp2(R) / exp(reference)
+    R, X, Z = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    first_chunk, end, length = s * each, tl.minimum(s * each + each, N), 0.0
+    reference = tl.load(r_ptr + (end - 1) * 3 * D + features, exists, 0.0)
+    center = tl.load(r_ptr + (end - 1) * 3 * D + D + features, exists, 0.0)
+    if SEGMENTS and not TOTALS:
+        for passed in range(S - 1 - s):
+            sums_at = sums_ptr + (b * S + S - 1 - passed) * 6 * D
+            top, num, den, of_sums, dropped = _load_sums(sums_at, features, D, exists)
+            shift = (reference - of_sums) * LOG2E
+            den += (tl.load(sums_at + 5 * D + features, exists, 0.0) - center) * num
+            if CHECK:
+                R, _, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
+            else:
+                X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
+    if CARRY:  # the queries of the chunk after the segment
+        g, c, log_den, of_next = _queries(
+            g_ptr,
+            q_ptr,
+            c_ptr,
+            l_ptr,
+            r_ptr,
+            None,
+            end,
+            T,
+            D,
+            gt,
+            qt,
+            features,
+            exists,
+            center,
+            GATED,
+            CHECK,
+            False,
+            C,
+        )
+        x_next = tl.exp2(-log_den) * g
+        x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
+        center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
+        far_x, far_xc = _far_sums(
+            g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + (tiles + tl.minimum(end, NT - 1)) * C + i, D,
+            exists)  # fmt: skip
+    for back in range(0, end - first_chunk):
+        n = end - 1 - back
+        u = n * C + i
+        old_center, below = center, tl.load(r_ptr + (n - 1) * 3 * D + features, exists & (n > 0), EMPTY)
+        center = tl.load(r_ptr + n * 3 * D + D + features, exists, 0.0)
+        Z += (old_center - center) * X
+        if CARRY:
+            far_xc += (old_center - center) * far_x
+        begin = 0  # the document of the last key, which the queries after the window see
+        if DOCUMENTS:
+            begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
+        if not TOTALS:
+            inside, at = (u < T)[:, None] & exists[None, :], u[:, None] * D + features[None, :]
+            tile = tl.where(NT < N, tl.minimum(n, NT - 1 - NEAR), n)
+            b_at = b_ptr + ((tiles + tile) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
+            g, c, log_den, _ = _queries(
+                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center, GATED, CHECK,
+                True, C)  # fmt: skip
+            lowest, bad = tl.zeros((BD,), tl.float32), center != center
+            if CHECK:
+                rho = _largest(-log_den + (g + c) * 0.0)
+                lowest = tl.maximum(rho, EMPTY)
+            else:
+                bad = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0) > 0.0
+            x = tl.exp2(-log_den - lowest[None, :]) * g
+            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
+            if CARRY:
+                far_own = _far_sums(
+                    g, c, log_den, reference, r_ptr + features, n - 2,
+                    top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i, D, exists)  # fmt: skip
+            a = tl.load(b_at)
+            of_num, of_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
+            k, v = _keys(
+                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
+                DOCUMENTS)  # fmt: skip
+            k = (k - reference[None, :]) * LOG2E
+            top0, num0, den0 = R, X, Z
+            if CHECK:
+                highest, e = tl.max(k, 0), tl.exp2(k + lowest[None, :])
+                bad = ~(highest + rho <= SAFE * LOG2E)
+                of_num, of_den = of_num * e, of_den * e
+                if not ALONE:
+                    e, seen = tl.exp2(k + R[None, :]), (u >= begin)[:, None]
+                    bad |= highest + R > SAFE * LOG2E
+                    of_num += tl.where(seen, e * X[None, :], 0.0)
+                    of_den += tl.where(seen, e * Z[None, :], 0.0)
+            else:
+                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
+            if CARRY:
+                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2((reference - of_next) * LOG2E)
+                later = _dot(a, x_next, PRECISION) * fade[None, :]
+                of_num += later
+                of_den += _dot(a, xc_next, PRECISION) * fade[None, :] + later * (center_next - center)[None, :]
+                bad |= flag_next > 0.0
+            else:
+                for j in tl.range(1, NEAR + 1):
+                    g, c, log_den, of_queries = _queries(
+                        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n + j, T, D, gt, qt, features, exists, center, GATED,
+                        CHECK, False, C)  # fmt: skip
+                    a = tl.load(b_at + j * C, n + j < N, 0.0)
+                    shift = (reference - of_queries) * LOG2E
+                    if CHECK:
+                        rho = _largest(-log_den + (g + c) * 0.0)
+                        lowest = tl.maximum(rho, EMPTY)
+                        bad |= ~(highest + (shift + rho) <= SAFE * LOG2E)
+                        y, e = tl.exp2(-log_den - lowest[None, :]) * g, tl.exp2(k + (shift + lowest)[None, :])
+                        of_num += e * _dot(a, y, PRECISION)
+                        of_den += e * _dot(a, y * c, PRECISION)
+                    else:
+                        y = tl.exp2(shift[None, :] - log_den) * g
+                        of_num += _dot(a, y, PRECISION)
+                        of_den += _dot(a, y * c, PRECISION)
+                        there = exists & (n + j < N)
+                        bad |= tl.load(r_ptr + (n + j) * 3 * D + 2 * D + features, there, 0.0) > 0.0
+            if not CHECK:
+                e = tl.exp2(k)
+                of_num, of_den = of_num * e, of_den * e
+                # exp(k) may overflow where the sums are 0
+                bad |= tl.max(((of_num + of_den) * 0.0 != 0.0).to(tl.int32), 0) > 0
+            tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
+            tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+            tl.store(flag_ptr + (b * N + n) * D + features, bad.to(tl.int8), exists)
+            state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
+            if CHECK:
+                tl.store(state_at, top0, bad)
+            tl.store(state_at + D, num0, bad)
+            tl.store(state_at + 2 * D, den0, bad)
+        if DOCUMENTS:  # the keys of another document see none of these queries
+            same = begin < n * C
+            R, X, Z = tl.where(same, R, EMPTY), tl.where(same, X, 0.0), tl.where(same, Z, 0.0)
+            length = tl.where(same, length, float("inf"))
+        # From here on, relative to the reference of the chunk before, which the queries that join see
+        shift = (below - reference) * LOG2E
+        if CHECK:
+            R += tl.where(n > 0, shift, 0.0)
+        else:
+            X, Z = X * tl.exp2(shift), Z * tl.exp2(shift)
+        if CARRY:
+            X, Z = X + far_x, Z + far_xc
+            far_x, far_xc = far_own
+        elif not ALONE:
+            R, X, Z = _far_queries(
+                R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
+                n + NEAR, T, D, gt, qt, features, exists, below, center, GATED, CHECK, C)  # fmt: skip
+        if CARRY:
+            x_next, xc_next, of_next, center_next = x, xc, reference, center
+            flag_next = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0)
+        reference = below
+    if TOTALS:
+        sums_at = sums_ptr + (b * (S + 1) + s) * 6 * D
+        _store_sums(sums_at, features, D, exists, R, reference, X, Z, length)
+        tl.store(sums_at + 5 * D + features, center, exists)
+
+
+@triton.jit
+def repair_backward_kernel(
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dk_ptr, dv_ptr, flag_ptr, state_ptr,
+    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the flagged features of a chunk of keys query by query."""
+    b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
+    if tl.max(bad.to(tl.int32)) > 0:
+        i = tl.arange(0, C)
+        u, row = n * C + i, b * T * D
+        w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 3 * D
+        reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
+        center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
+        k, v = _keys(
+            k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad, _starts(first_ptr, b, u, T, DOCUMENTS),
+            center, DOCUMENTS)  # fmt: skip
+        of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+        if not ALONE:
+            state_at = state_ptr + (b * N + n) * 4 * D + features
+            e = (k - reference[None, :]) * LOG2E
+            if DOCUMENTS:
+                e += tl.load(state_at, bad, EMPTY)[None, :]
+            seen = (k > -float("inf")) & bad[None, :]
+            if DOCUMENTS:
+                seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
+            e = tl.exp2(e)
+            of_num = tl.where(seen, e * tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+            of_den = tl.where(seen, e * tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+        for t in range(n * C, tl.minimum((n + NEAR + 1) * C, T)):
+            start = 0
+            if DOCUMENTS:
+                start = tl.load(first_ptr + b * T + t).to(tl.int32)
+            tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
+            w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
+            w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
+            g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
+            if GATED:
+                g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
+            of_queries = r_ptr + t // C * 3 * D + features
+            c = tl.load(c_ptr + row + t * D + features, bad, 0.0).to(tl.float32)
+            c += tl.load(of_queries + D, bad, 0.0) - center
+            log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
+            e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
+            seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
+            a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
+            of_num += tl.where(seen, a, 0.0)
+            of_den += tl.where(seen, a * c[None, :], 0.0)
+        inside, at = (u < T)[:, None] & bad[None, :], u[:, None] * D + features[None, :]
+        tl.store(dv_ptr + row + at, of_num.to(dv_ptr.dtype.element_ty), inside)
+        tl.store(dk_ptr + row + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _window_gradient(
+    total, careful, b, j, n, head, own, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr,
+    B, T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr,
+    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add some features of a row to a tile of the gradient of w: by products or, CAREFUL, key by key those whose
+    products may overflow, which are counted otherwise.
+    """
+    i = tl.arange(0, C)
+    t, u = n * C + i, (n - NEAR + j) * C + i
+    features, exists, row = head * HEAD + own, (own < HEAD) & (b < B), b * T * D
+    keys = features
+    if KEY_PER_HEAD:
+        keys = features * 0 + head
+    start = _starts(first_ptr, b, t, T, DOCUMENTS)
+    w = _biases(
+        w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
+        w_base, ALONE)  # fmt: skip
+    tile = ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + i
+    w -= tl.load(top_ptr + tile, (t < T) & (b < B), 0.0)[:, None]
+    center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
+    if GATED:
+        q_ptr += b * qb
+    g, c, log_den, reference = _queries(
+        g_ptr + b * gb, q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None, n, T, D, gt, qt, features,
+        exists, center, GATED, True, False, C)  # fmt: skip
+    k, v = _keys(
+        k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS),
+        center, DOCUMENTS)  # fmt: skip
+    k = (k - reference[None, :]) * LOG2E
+    rho = _largest(-log_den + (g + c) * 0.0)
+    lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
+    good = highest + rho <= SAFE * LOG2E
+    if CAREFUL:
+        for s in range(C):
+            this = u == (n - NEAR + j) * C + s
+            of_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
+            value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
+            of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
+            seen = (of_w > -float("inf")) & (exists & ~good & (of_key > -float("inf")))[None, :]
+            seen &= log_den < float("inf")
+            a = tl.exp2(tl.where(seen, of_key[None, :] + of_w * LOG2E - log_den, EMPTY))
+            of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
+            total += tl.where(this[None, :], of_pair[:, None], 0.0)
+    else:
+        x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
+        e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
+        ev, xc = tl.where(good[None, :], e * v, 0.0), tl.where(good[None, :], x * c, 0.0)
+        product = _dot(_factor(x, PRECISION), tl.trans(_factor(ev, PRECISION)), PRECISION)
+        product -= _dot(_factor(xc, PRECISION), tl.trans(_factor(e, PRECISION)), PRECISION)
+        total += tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * product, 0.0)
+        careful += tl.max((exists & ~good).to(tl.int32))
+    return total, careful
+
+
+@triton.jit
+def window_gradient_kernel(
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dw_ptr,
+    B, T, N, NT, D, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,
+    gb, gt, qb, qt, kb, kt, vb, vt,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
+    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of w between the queries of a chunk and the keys of a near chunk, summed over the features
+    of a head and `each` rows. Entries are stored by query and lag.
+    """
+    pid = tl.program_id(0)
+    j, n, head = pid % (NEAR + 1), pid // (NEAR + 1) % N, pid // (NEAR + 1) // N % HEADS
+    part = (pid // (NEAR + 1) // N // HEADS).to(tl.int64)
+    total, careful, i = tl.zeros((C, C), tl.float32), 0, tl.arange(0, C)
+    for step in range(each * BLOCKS):
+        total, careful = _window_gradient(
+            total, careful, part * each + step // BLOCKS, j, n, head, step % BLOCKS * BD + tl.arange(0, BD), g_ptr,
+            q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, B, T, N, NT, D, positions, past, size,
+            w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+            HEADS, HEAD, KEY_PER_HEAD, NEAR, ALONE, DOCUMENTS, GATED, PRECISION, C, False)  # fmt: skip
+    if careful > 0:
+        for step in range(each * BLOCKS):
+            total, careful = _window_gradient(
+                total, careful, part * each + step // BLOCKS, j, n, head, step % BLOCKS * BD + tl.arange(0, BD), g_ptr,
+                q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, B, T, N, NT, D, positions, past,
+                size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+                HEADS, HEAD, KEY_PER_HEAD, NEAR, ALONE, DOCUMENTS, GATED, PRECISION, C, True)  # fmt: skip
+    t, u = n * C + i, (n - NEAR + j) * C + i
+    lag = t[:, None] - u[None, :]
+    to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
+    tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :])
