@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging
 from triton.errors import TritonError
 
+from ...position_biases_aft import working_dtype
 from .. import operators as schema
 from . import causal_launch, product_launch
 from .kept import kept_like
@@ -119,7 +120,7 @@ def _causal_state(*arguments: Any) -> torch.Tensor:
 
 def _band(*problem: Any) -> torch.Tensor:
     def otherwise() -> torch.Tensor:
-        return schema.portable("band", *problem).to(schema.working_dtype(problem[0]))
+        return schema.portable("band", *problem).to(working_dtype(problem[0]))
 
     if not schema._takes("band", problem):
         return otherwise()

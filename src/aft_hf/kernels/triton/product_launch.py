@@ -3,7 +3,7 @@
 Nothing here waits for the device.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,13 +24,18 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def grid(query, key, value, kernels, rows, columns, hides_outside, keep) -> Results:  # type: ignore[no-untyped-def]
     """Compute `grid` of `kernels/operators.py`, and with `keep` what the backward pass needs."""
-    return _forward(_Problem(query, key, value, kernels, Grid(rows, columns, *kernels.shape[1:], hides_outside)), keep)
+    return _forward(
+        _Problem(query, key, value, kernels, Grid(rows, columns, kernels.shape[1], kernels.shape[2], hides_outside)),
+        keep,
+    )
 
 
 def grid_backward(  # type: ignore[no-untyped-def]
     gradient, query, key, value, kernels, rows, columns, hides_outside, average, logsumexp, center, bias_needed
 ) -> Gradients:
-    problem = _Problem(query, key, value, kernels, Grid(rows, columns, *kernels.shape[1:], hides_outside))
+    problem = _Problem(
+        query, key, value, kernels, Grid(rows, columns, kernels.shape[1], kernels.shape[2], hides_outside)
+    )
     return _backward(problem, gradient, average, logsumexp, center, bias_needed)
 
 
@@ -109,6 +114,8 @@ class _Problem:
     def _make_weights(self, causal: bool) -> None:
         """Compute A = exp(w - largest w) of all pairs, or, on a grid, by offset."""
         self.flags = self.new(self.heads, self.tiles, dtype=torch.int32)
+        given: tuple[Any, ...]
+        self.weights: tuple[Any, ...]
         heads, length, grid = self.heads, self.length, self.grid
         if grid is None:
             exponentials = self.new(heads, self.padded, self.padded, dtype=self.operand)
@@ -169,7 +176,7 @@ def _parts(features: int, block: int) -> int:
 
 
 def _forward(problem: _Problem, keep: bool) -> Results:
-    key, value = problem.inputs[1:]
+    key, value = cast(tuple[torch.Tensor, torch.Tensor], problem.inputs[1:])
     kept = kept_like("table", key, value, problem.w) if keep else (problem.new(0),) * 3
     references = problem.references(
         kept[2] if keep else problem.new(problem.batch * (problem.width + problem.key_width))
