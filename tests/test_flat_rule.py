@@ -17,7 +17,7 @@ import aft_hf
 
 PACKAGE = Path(aft_hf.__file__).parent
 # These modules of the installed package are not saved with checkpoints.
-ABOVE = ("__init__", "__main__", "benchmarking", "cli", "exporting", "loading", "progress", "reading")
+ABOVE = ("__init__", "__main__", "benchmarking", "cli", "exporting", "limits", "loading", "progress", "reading")
 FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ABOVE)
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 OPTIONAL = {"triton"}

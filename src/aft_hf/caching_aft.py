@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from . import portable_aft as portable
 from .mixing_aft import Mixing, Visibility, mix, uses_operator, window_and_slopes, with_padding, without_padding
-from .portable_aft import EMPTY
+from .portable_aft import EMPTY, by_head, finish, pairwise
+from .portable_aft import causal_state as portable_causal_state
 from .position_biases_aft import working_dtype
 
 
@@ -162,14 +162,14 @@ class AFTLayerState(CacheLayerMixin):
         needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))
         if uses_operator("causal_state", implementation, self.device) and not needs_gradients:
             return torch.ops.aft_hf_v2.causal_state(*given, *state)
-        context, following = portable.causal_state(*given, *state)
+        context, following = portable_causal_state(*given, *state)
         self.store(**dict(zip(SUMS_AND_WINDOW, following)))
         return context
 
     def _mix_full(self, problem: Mixing, count: torch.Tensor | None, implementation: str) -> torch.Tensor:
         """Compute and add tokens, where padding comes last in each row, to the keys and values of all tokens."""
         biases, past = problem.biases, self.keys.shape[2]
-        key, value = portable.by_head(problem.key, problem.value, problem.num_heads)
+        key, value = by_head(problem.key, problem.value, problem.num_heads)
         keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         if past == 0:
             context = mix(problem, implementation)
@@ -180,8 +180,8 @@ class AFTLayerState(CacheLayerMixin):
                 positions = torch.arange(-past, end - past, device=key.device)
                 bias = biases.between(rows + positions[past + start :], rows + positions).to(key.dtype)
                 visible = positions[past + start :, None] >= positions
-                pieces.append(portable.pairwise(keys[:, :, :end], values[:, :, :end], bias, visible[None, None]))
-            context = portable.finish(problem.query, torch.cat(pieces, 2), problem.value.dtype)
+                pieces.append(pairwise(keys[:, :, :end], values[:, :, :end], bias, visible[None, None]))
+            context = finish(problem.query, torch.cat(pieces, 2), problem.value.dtype)
         if count is not None:  # the real tokens of each row move to its end
             places = torch.arange(keys.shape[2], device=key.device) - (problem.length - count)[:, None]
             index = places.clamp_min(0)[:, None, :, None]

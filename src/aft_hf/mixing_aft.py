@@ -17,8 +17,24 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from . import portable_aft as portable
-from .portable_aft import join_heads, power_of_two_from, read, split_heads
+from .portable_aft import (
+    CHUNK_SIZE,
+    ask,
+    finish,
+    hide,
+    join_heads,
+    pairwise,
+    power_of_two_from,
+    read,
+    recomputed,
+    split_heads,
+    total,
+)
+from .portable_aft import by_head as portable_by_head
+from .portable_aft import causal as portable_causal
+from .portable_aft import grid as portable_grid
+from .portable_aft import table as portable_table
+from .portable_aft import window as portable_window
 from .position_biases_aft import (
     Dense,
     GridKernel,
@@ -82,7 +98,7 @@ class Visibility:
             ValueError: the mask has floats other than 0 and 1.
         """
         may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
-        if mask is not None and mask.is_floating_point() and may_read and portable.ask((mask != 0) & (mask != 1)):
+        if mask is not None and mask.is_floating_point() and may_read and ask((mask != 0) & (mask != 1)):
             raise ValueError(
                 "attention_mask must be 1 for tokens and 0 for padding, got other floats: for a mask that is added to "
                 "logits (0 and -inf, as in nn.MultiheadAttention), give mask == 0"
@@ -174,7 +190,7 @@ def visibility_of(
         wrong = position_ids != plain - torch.where(starts, plain, 0).cummax(1).values
         if visibility is not None:  # they may leave out padding, whose own positions are ignored
             wrong &= visibility.real & (position_ids != visibility.position)
-        if portable.ask(wrong):
+        if ask(wrong):
             raise ValueError(
                 "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
                 "rows, omit position_ids and pass attention_mask"
@@ -361,26 +377,25 @@ def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
         if uses_operator("grid", implementation, device):
             return torch.ops.aft_hf_v2.grid(*given)
         if heads * length**2 > LARGEST_TABLE or not uses_operator("table", implementation, device):
-            return portable.grid(*given)
+            return portable_grid(*given)
     elif is_lag and on_both_sides and not biases.hides_outside and uses_operator("grid", implementation, device):
         kernels = biases.kernels.to(working_dtype(value)).unsqueeze(1)
         return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, False)
     elif not problem.causal and isinstance(biases, NoBias):
-        average = portable.total(*(x.unsqueeze(3) for x in portable.by_head(key, value, heads))).average
-        return portable.finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
+        average = total(*(x.unsqueeze(3) for x in portable_by_head(key, value, heads))).average
+        return finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
     elif on_both_sides and (
-        torch.compiler.is_exporting()
-        or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, portable.CHUNK_SIZE))
+        torch.compiler.is_exporting() or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, CHUNK_SIZE))
     ):
-        by_head = portable.by_head(key, value, heads)
+        by_head = portable_by_head(key, value, heads)
         # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
-        average = portable.recomputed(partial(portable.window, biases), *by_head)
-        return portable.finish(query, average, value.dtype)
+        average = recomputed(partial(portable_window, biases), *by_head)
+        return finish(query, average, value.dtype)
     by_operator = uses_operator("table", implementation, device)
     longest = problem.causal and torch.compiler.is_exporting() and isinstance(biases, Dense)
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
     if not by_operator:
-        return portable.table(query, key, value, bias, problem.causal, biases.hides_outside)
+        return portable_table(query, key, value, bias, problem.causal, biases.hides_outside)
     rows, features = len(value), value.shape[-1] // heads
     if rows < 2 or features >= FEW_FEATURES:
         return torch.ops.aft_hf_v2.table(query, key, value, bias, problem.causal)
@@ -401,14 +416,14 @@ def mix_causal(
     window, slopes = window_and_slopes(problem, implementation, start)
     if window is None and key.shape != value.shape:  # without a window, keys are per feature
         key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
-    run = torch.ops.aft_hf_v2.causal if uses_operator("causal", implementation, value.device) else portable.causal
+    run = torch.ops.aft_hf_v2.causal if uses_operator("causal", implementation, value.device) else portable_causal
     return run(query, key, value, window, slopes, first, problem.biases.hides_outside)
 
 
 def _pairwise(problem: Mixing) -> torch.Tensor:
     """Compute Eq. 2 from the table and the mask of all pairs."""
-    by_head = portable.by_head(problem.key, problem.value, problem.num_heads)
-    return portable.finish(problem.query, portable.pairwise(*by_head, *problem.table()), problem.value.dtype)
+    by_head = portable_by_head(problem.key, problem.value, problem.num_heads)
+    return finish(problem.query, pairwise(*by_head, *problem.table()), problem.value.dtype)
 
 
 def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
@@ -434,7 +449,7 @@ def without_padding(problem: Mixing) -> tuple[Mixing, tuple[torch.Tensor, torch.
     depends on their order. Return the problem and the order for `with_padding`.
     """
     seen: Any = problem.visibility
-    key, value = portable.hide(problem.key, problem.value, ~seen.real.unsqueeze(-1))
+    key, value = hide(problem.key, problem.value, ~seen.real.unsqueeze(-1))
     query, order = problem.query, seen.order if problem.biases.ordered or problem.causal else None
     if order is not None:
         key, value = _moved(key, order[0]), _moved(value, order[0])
