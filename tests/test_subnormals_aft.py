@@ -31,16 +31,16 @@ class Subnormals(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("size", "gradient"), [(30.0, 1e-6), (90.0, 1.0)])
+@pytest.mark.parametrize("size", (30.0, 90.0))
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size, gradient):
+def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size):
     torch.manual_seed(0)
     module = STRUCTURES[mixer](implementation="portable")
     x = torch.randn(4, 324, WIDTH)
     with torch.no_grad():
         module.k_proj.weight.mul_(size / module.k_proj(x).std())
-    with Subnormals() as found:
-        module(x).backward(torch.full_like(x, gradient))
+    with Subnormals() as found, torch.no_grad():
+        module(x)
     assert found.subnormal / found.factors < 2e-3
 
 

@@ -146,8 +146,9 @@ static void run(bool is_bf16) {
   b.output = nullptr;
   x.require_finite_gradients(b, aft_causal_backward, "");
 
-  std::vector<float> keys(B * (s - 1) * key_width, -INFINITY), values(B * (s - 1) * d), numerator(B * d);
-  std::vector<float> denominator(B * key_width), maximum(B * key_width, aft::NEVER);
+  std::vector<float> keys(B * (s - 1) * key_width, -INFINITY), values(B * (s - 1) * d);
+  std::vector<float> maximum(B * key_width, aft::NEVER);
+  std::vector<double> numerator(B * d), denominator(B * key_width);
   p.keys = keys.data(), p.values = values.data();
   p.numerator = numerator.data(), p.denominator = denominator.data(), p.maximum = maximum.data();
   for (int64_t row = 0; row < B; ++row)  // one document per row
