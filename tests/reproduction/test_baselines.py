@@ -157,7 +157,7 @@ def test_what_a_baseline_does_not_compute_is_an_error():
         model(input_ids=tokens, use_cache=True)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="takes no visibility: .* without padding"):
+    with pytest.raises(ValueError, match="a baseline takes no visibility"):
         model(input_ids=tokens, attention_mask=mask)
     with pytest.raises(NotImplementedError, match="does not generate"):
         model.generate(tokens)
