@@ -14,13 +14,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .mixing_aft import Mixing, Visibility, mix, uses_operator, window_and_slopes, with_padding, without_padding
-from .portable_aft import EMPTY, by_head, finish, pairwise
+from .portable_aft import EMPTY, PIECE_SIZE, by_head, finish, pairwise
 from .portable_aft import causal_state as portable_causal_state
 from .position_biases_aft import working_dtype
 
-
-# New tokens that continue the cache of a `full` layer are processed in pieces of this size, each with its own table.
-PIECE_SIZE = 128
 
 SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 

@@ -355,7 +355,7 @@ def tables_by_lag(windows: torch.Tensor, before: int) -> torch.Tensor:
 # Positions per chunk, unless the window requires larger chunks.
 CHUNK_SIZE = 32
 
-# New tokens that continue a state are seen by one table if there are at most this many.
+# New tokens that continue a state are seen by one table if there are at most this many, or in pieces of this size.
 PIECE_SIZE = 128
 
 # Grids are convolved, where that is precise, if their table exp(w) has more entries than this (`_convolves`).
