@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 from tiny_models import language_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CLIPVisionConfig,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
     VisionEncoderDecoderModel,
@@ -17,6 +20,7 @@ from transformers import (
 
 from aft_hf import AFTAlibi, AFTConv, AFTSimple
 from aft_hf.caching_aft import AFTLayerState
+from aft_hf.mixing_aft import provides
 
 
 LONGEST = 170
@@ -421,3 +425,44 @@ def test_a_cache_that_was_changed_in_inference_mode_takes_tokens_outside_of_it(n
     mask[0, 5] = 0
     with torch.no_grad():
         assert model(ids[:, 5:], attention_mask=mask, cache=cache).logits.isfinite().all()
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are dispatched, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(build_model, mask, cache_name):
+    """The operations of one layer in a step of decoding: those of a model of 3 layers without those of 2."""
+    counts = []
+    for layers in (2, 3):
+        model, tokens = build_model(layers).eval(), torch.randint(50, mask.shape)
+        cache = model(tokens, attention_mask=mask, use_cache=True)[cache_name]
+        mask_of_all = torch.cat([mask, mask[:, -1:]], 1)
+        with Operations() as operations:
+            model(tokens[:, :1], attention_mask=mask_of_all, use_cache=True, **{cache_name: cache})
+        counts.append(operations.count)
+    return counts[1] - counts[0]
+
+
+@pytest.mark.skipif(not provides("causal", "cpu"), reason="needs the CPU kernels")
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("aft_type", ("simple", "alibi", "local", "conv"))
+@torch.no_grad()
+def test_a_layer_decodes_a_token_with_no_more_operations_than_gpt_2(aft_type, padded):
+    mask = torch.ones(8, 12, dtype=torch.long)
+    if padded:
+        mask = mask.tril(4)[:, list(reversed(range(12)))]
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
+    peer = operations_of_a_step(
+        lambda layers: GPT2LMHeadModel(GPT2Config(n_layer=layers, **sizes)), mask, "past_key_values"
+    )
+    options = {"aft_type": aft_type, "num_heads": 2, "vocab_size": 50}
+    assert operations_of_a_step(lambda n: language_model(num_hidden_layers=n, **options), mask, "cache") <= peer

@@ -5,6 +5,7 @@ Compiled graphs run as they were captured (backend "aot_eager"): the tests check
 
 import pytest
 import torch
+import transformers
 from tiny_models import image_model, language_model
 from torch.export import Dim, export
 
@@ -48,6 +49,29 @@ def test_forward_and_training_step_compile_as_one_graph(aft_type):
     compiled(model)(ids, labels=ids).loss.backward()
     for gradient, parameter in zip(expected, [p for p in model.parameters() if p.grad is not None]):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def exported(model):
+    return lambda ids: export(model, (ids,))
+
+
+def as_it_is(model):
+    return model
+
+
+@pytest.mark.parametrize(
+    ("aft_type", "make"),
+    (("local", compiled), *((name, exported) for name in ("full", "local", "conv", "simple")), ("local", as_it_is)),
+)
+@torch.no_grad()
+def test_biases_that_a_program_clamps_are_told_once_when_it_is_made(aft_type, make, caplog):
+    transformers.utils.logging.warning_once.cache_clear()
+    model, ids = language_model(aft_type, mixing_implementation="portable", use_cache=False), torch.zeros(1, 8).long()
+    assert not model.aft.layers[0].mixer.is_wide
+    for parameter in model.aft.layers[0].mixer.parameters(recurse=False):
+        parameter.normal_(std=40.0)
+    make(model.eval())(ids)
+    assert caplog.text.count("differ by more than 65") == (aft_type != "simple" and make is not as_it_is)
 
 
 @pytest.mark.parametrize("largest_table", [0, 10**6])

@@ -106,10 +106,3 @@ def test_w_is_computed_in_float32_at_least(dtype):
         assert biases.dense(POSITIONS).dtype == expected
         assert biases.between(torch.arange(3), torch.arange(3)).dtype == expected
     assert Window(table().to(dtype), size=3).by_lag(5).dtype == expected
-
-
-@pytest.mark.parametrize("make", (lambda: Dense(*factors()), lambda: Dense(table()), lambda: Window(table(), size=3)))
-@pytest.mark.parametrize("length", (1, 4, POSITIONS))
-def test_reversed_biases_are_those_of_the_reversed_sequence(make, length):
-    biases = make()
-    torch.testing.assert_close(biases.reversed(length).dense(length), biases.dense(length).flip(1, 2))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .mixing_aft import Mixing, Visibility, mix, uses_operator, window_and_slopes, with_padding, without_padding
@@ -42,13 +43,13 @@ class AFTLayerState(CacheLayerMixin):
     """
 
     # All tensors are None until the state is initialized.
-    keys: torch.Tensor
-    values: torch.Tensor
-    numerator: torch.Tensor
-    denominator: torch.Tensor
-    maximum: torch.Tensor
-    padding: torch.Tensor
-    history: torch.Tensor | None
+    keys: Tensor
+    values: Tensor
+    numerator: Tensor
+    denominator: Tensor
+    maximum: Tensor
+    padding: Tensor
+    history: Tensor | None
     cumulative_length: Any  # an integer, or a tensor in a static cache, as in transformers
 
     is_sliding = False
@@ -89,7 +90,7 @@ class AFTLayerState(CacheLayerMixin):
         self.keys.fill_(-torch.inf)
         self.maximum.fill_(EMPTY)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate an empty state for keys (B, h, T, k) and values (B, h, T, c)."""
         batch, heads, _, key_width = key_states.shape
         shape, width = (batch, heads, self.window or 0), value_states.shape[-1]
@@ -113,11 +114,11 @@ class AFTLayerState(CacheLayerMixin):
                 torch._dynamo.mark_static_address(tensor)
 
     @property
-    def seen(self) -> torch.Tensor:
+    def seen(self) -> Tensor:
         """(B,), the number of real tokens of each row, which is also the position of its next token."""
         return self.cumulative_length - self.padding
 
-    def store(self, **tensors: torch.Tensor) -> None:
+    def store(self, **tensors: Tensor) -> None:
         """Set the named tensors of the state, in place if they have no gradients."""
         for name, tensor in tensors.items():
             if tensor.requires_grad or getattr(self, name).requires_grad:
@@ -125,11 +126,11 @@ class AFTLayerState(CacheLayerMixin):
             else:
                 getattr(self, name).copy_(tensor)
 
-    def mix(self, problem: Mixing, implementation: str = "auto") -> torch.Tensor:
+    def mix(self, problem: Mixing, implementation: str = "auto") -> Tensor:
         """Compute Eq. 2, (B, T, d), for new tokens after the cached ones, and add them to the state."""
         seen, biases, first, count = problem.visibility, problem.biases, None, None
         if seen is not None and seen.is_packed:
-            raise ValueError("a state holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
+            raise ValueError("a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
         if not self.is_initialized:
             self.lazy_initialization(*problem.by_head())
         order, length, moves = None, problem.length, False
@@ -145,25 +146,26 @@ class AFTLayerState(CacheLayerMixin):
         elif self.window is None:
             context = self._mix_full(problem, count, implementation)
         else:
-            w = window_and_slopes(problem, implementation, self._position(biases))
+            by_operator = uses_operator("causal_state", implementation, self.device)
+            w = window_and_slopes(problem, by_operator, self._position(biases))
             given = problem.query, problem.key, problem.value, *w, first, biases.hides_outside
-            context = self._mix_constant(given, implementation)
+            context = self._mix_constant(given, by_operator)
         self.count(length, count)
         return with_padding(context, seen, order) if moves and seen is not None else context
 
-    def _mix_constant(self, given: tuple[Any, ...], implementation: str) -> torch.Tensor:
+    def _mix_constant(self, given: tuple[Any, ...], by_operator: bool) -> Tensor:
         """Compute and add tokens, given the arguments of the operator `causal`."""
         state = tuple(getattr(self, name) for name in SUMS_AND_WINDOW)
         # The graph of an earlier step may need the tensors of the state.
         tensors = (*given, *state) if torch.is_grad_enabled() else state
-        needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, torch.Tensor))
-        if uses_operator("causal_state", implementation, self.device) and not needs_gradients:
+        needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, Tensor))
+        if by_operator and not needs_gradients:
             return torch.ops.aft_hf_v2.causal_state(*given, *state)
         context, following = portable_causal_state(*given, *state)
         self.store(**dict(zip(SUMS_AND_WINDOW, following)))
         return context
 
-    def _mix_full(self, problem: Mixing, count: torch.Tensor | None, implementation: str) -> torch.Tensor:
+    def _mix_full(self, problem: Mixing, count: Tensor | None, implementation: str) -> Tensor:
         """Compute and add tokens, where padding comes last in each row, to the keys and values of all tokens."""
         biases, past = problem.biases, self.keys.shape[2]
         key, value = by_head(problem.key, problem.value, problem.num_heads)
@@ -176,8 +178,9 @@ class AFTLayerState(CacheLayerMixin):
                 end = past + min(start + PIECE_SIZE, problem.length)
                 positions = torch.arange(-past, end - past, device=key.device)
                 bias = biases.between(rows + positions[past + start :], rows + positions).to(key.dtype)
-                visible = positions[past + start :, None] >= positions
-                pieces.append(pairwise(keys[:, :, :end], values[:, :, :end], bias, visible[None, None]))
+                one = problem.length == 1  # which sees all
+                visible = None if one else (positions[past + start :, None] >= positions)[None, None]
+                pieces.append(pairwise(keys[:, :, :end], values[:, :, :end], bias, visible))
             context = finish(problem.query, torch.cat(pieces, 2), problem.value.dtype)
         if count is not None:  # the real tokens of each row move to its end
             places = torch.arange(keys.shape[2], device=key.device) - (problem.length - count)[:, None]
@@ -187,13 +190,13 @@ class AFTLayerState(CacheLayerMixin):
         self.keys, self.values = keys, values
         return context
 
-    def _position(self, biases: Any) -> int | torch.Tensor:
+    def _position(self, biases: Any) -> int | Tensor:
         """Return the position of the next token, one per row (B,) if they differ and w depends on the position."""
         if biases.relative or self.is_empty:
             return 0
         return self.seen if self.padded else self.cumulative_length
 
-    def count(self, length: int, count: torch.Tensor | None) -> None:
+    def count(self, length: int, count: Tensor | None) -> None:
         """Count `length` new tokens of each row, of which `count`, (B,), are real; None if all are."""
         self.is_empty = False
         if count is not None:
@@ -231,7 +234,7 @@ class AFTLayerState(CacheLayerMixin):
 
     # The interface of `CacheLayerMixin`.
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Not supported: a state needs the queries and position biases of its tokens, see `mix`."""
         raise NotImplementedError("an AFTLayerState is updated by `mix`, which also computes the averages")
 
@@ -244,10 +247,10 @@ class AFTLayerState(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cumulative_length + query_length, 0
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._state if getattr(self, name) is not None}
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for name, tensor in self._tensors().items():
             with torch.inference_mode(False):  # new tokens may be added outside of inference mode
                 changed = function(tensor)
@@ -269,7 +272,7 @@ class AFTLayerState(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, 0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -5,17 +5,19 @@ biases w that they compute from their parameters; AFT-conv also has one key per 
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from .caching_aft import AFTLayerState
 from .configuration_aft import MIXING_IMPLEMENTATIONS
-from .mixing_aft import Mixing, Visibility, mix, mixing_weights
-from .portable_aft import hide, read
+from .mixing_aft import Mixing, Visibility, mix, mixing_weights, uses_operator
+from .portable_aft import LARGEST_SPAN, hide, read
 from .position_biases_aft import (
     Dense,
     GridKernel,
@@ -27,6 +29,10 @@ from .position_biases_aft import (
     widen,
     working_dtype,
 )
+
+
+logger = logging.get_logger(__name__)
+NO_CONTEXT = nullcontext()
 
 
 class AFTMixer(nn.Module):
@@ -91,15 +97,28 @@ class AFTMixer(nn.Module):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
         self.o_proj = nn.Linear(hidden_size, hidden_size) if use_output_projection else nn.Identity()
         self.query_activation = ACT2FN[query_activation]
+        self.is_wide = False  # whether learned biases span more than `LARGEST_SPAN`; `train` decides it
 
     def reset_position_bias(self) -> None:
         """Initialize the parameters of w, if there are any."""
 
-    def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
+    def train(self, mode: bool = True) -> "AFTMixer":
+        super().train(mode)
+        # A loaded or trained model comes here, where values are at hand, before it is exported, compiled or moved.
+        parameter = next(self.parameters(recurse=False), None)
+        plain = type(parameter) is nn.Parameter and parameter.device.type != "meta"
+        self.is_wide = not mode and plain and self.spans(LARGEST_SPAN)
+        return self
+
+    def spans(self, limit: float) -> bool:
+        """Whether two learned position biases differ by more than `limit`."""
+        return False
+
+    def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         """Compute w from the parameters, on the device of `like` and in its working dtype."""
         raise NotImplementedError
 
-    def position_bias(self, seq_len: int | None = None, grid_size: tuple[int, int] | None = None) -> torch.Tensor:
+    def position_bias(self, seq_len: int | None = None, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Return the dense w of Eq. 2 before any causal mask: (h, T, T), w[i, t, t'] for head i, in float32
         (float64 if the parameters are float64).
 
@@ -121,17 +140,17 @@ class AFTMixer(nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         *,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         visibility: Visibility | None = None,
         grid_size: tuple[int, int] | None = None,
         state: AFTLayerState | None = None,
         output_attentions: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute Eq. 2 with the query's gate and the output projection.
 
         Args:
@@ -152,6 +171,8 @@ class AFTMixer(nn.Module):
         """
         if torch.jit.is_tracing():
             raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
+        if self.is_wide:
+            _warn_of_wide_biases(self.implementation, query.device)
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, visibility, state)
@@ -166,68 +187,35 @@ class AFTMixer(nn.Module):
         elif state is not None and self.max_positions is not None:
             longest = state.tokens_after(query.shape[1], self.max_positions)
         _, grid_size = self._check_size(longest or 1, grid_size)
-        gate, activation = None if self.q_proj is None else self.q_proj(query), self.query_activation
+        project, activation = self.q_proj, self.query_activation
+        gate = None if project is None else project(query)
         # The operators apply the sigmoid. Hooks of the module need a call of their own.
         fused = type(activation) is nn.Sigmoid and not (
             output_attentions or activation._forward_hooks or activation._forward_pre_hooks
         )
         gate = gate if gate is None or fused else activation(gate)
-        # Positional, since the time of a decoding step is mostly the overhead of calls.
-        given = query, self.k_proj(key), self.v_proj(value), gate, pair_mask, position_ids, visibility, grid_size
+        key, value, queries, attentions = self.k_proj(key), self.v_proj(value), query.shape[1], None
         device_type = query.device.type
-        if device_type != "meta" and torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
-                context, attentions = self._mix(*given, state, fused, output_attentions)
-        else:
-            context, attentions = self._mix(*given, state, fused, output_attentions)
+        autocasts = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if autocasts else NO_CONTEXT:
+            # Positional, since the time of a decoding step is mostly the overhead of calls.
+            given = key, value, self.num_heads, self.biases(query, grid_size), self.causal, queries, visibility
+            problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
+            if output_attentions:
+                attentions = _attentions(problem if state is None else state.record(problem), gate, queries)
+            if attentions is None or state is not None:
+                context = self.mix(problem, state)
+                context = context if gate is None or fused else gate * context
+            else:  # the output is computed from the attention, gate included, so that gradients reach the attention
+                _, hidden = (key, value) if visibility is None else hide(key, value, ~visibility.real.unsqueeze(-1))
+                context = torch.einsum("bdts,bsd->btd", attentions, widen(hidden))
+            context = context.to(value.dtype)
         output = self.o_proj(context)
         if output is context and context.requires_grad:
             output = context.clone()  # the output may be modified; the backward pass needs the context
-        return output if attentions is None else (output, attentions)
+        return output if attentions is None else (output, attentions.to(value.dtype))
 
-    def _mix(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor | None,
-        pair_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        visibility: Visibility | None,
-        grid_size: tuple[int, int] | None,
-        state: AFTLayerState | None,
-        fused: bool,
-        output_attentions: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute Eq. 2 from the projections, (B, T, d), and Eq. 3 if requested. The sigmoid of a `fused` gate is
-        applied here.
-        """
-        problem = Mixing(
-            key,
-            value,
-            self.num_heads,
-            self.biases(query, grid_size),
-            self.causal,
-            query.shape[1],
-            visibility,
-            pair_mask,
-            position_ids,
-            gate if fused else None,
-        )
-        attentions = None
-        if output_attentions:
-            attentions = _attentions(problem if state is None else state.record(problem), gate, query.shape[1])
-        if attentions is None or state is not None:
-            context = self.mix(problem, state)
-            context = context if gate is None or fused else gate * context
-        else:  # the output is computed from the attention, gate included, so that gradients reach the attention
-            if visibility is not None:
-                _, value = hide(key, value, ~visibility.real.unsqueeze(-1))
-            context = torch.einsum("bdts,bsd->btd", attentions, widen(value))
-        dtype = value.dtype
-        return context.to(dtype), None if attentions is None else attentions.to(dtype)
-
-    def mix(self, problem: Mixing, state: AFTLayerState | None = None) -> torch.Tensor:
+    def mix(self, problem: Mixing, state: AFTLayerState | None = None) -> Tensor:
         """Compute Eq. 2 for a problem of this mixer, after the tokens of the state if there is one: (B, T, d)."""
         seen: Any = problem.visibility
         if seen is not None and seen.is_shard:
@@ -236,11 +224,11 @@ class AFTMixer(nn.Module):
 
     def _check_inputs(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
         visibility: Visibility | None,
         state: AFTLayerState | None,
     ) -> None:
@@ -289,11 +277,27 @@ class AFTMixer(nn.Module):
             state.check_batch_size(batch)
 
     def extra_repr(self) -> str:
-        names = ("max_positions", "num_heads", "causal", "implementation")
+        names = ("window", "spatial_dims", "max_positions", "num_heads", "causal", "implementation")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name, None) is not None)
 
 
-def _attentions(problem: Mixing, gate: torch.Tensor | None, queries: int) -> torch.Tensor:
+def _warn_of_wide_biases(implementation: str, device: torch.device) -> None:
+    """Warn if a call cannot read position biases that differ by more than `LARGEST_SPAN`."""
+    if (device.type != "cpu" or torch.compiler.is_compiling()) and not uses_operator("table", implementation, device):
+        _warn_once(
+            f"learned position biases of this model differ by more than {LARGEST_SPAN:.0f}: compiled or exported, and "
+            "on an accelerator without kernels, each counts as at least the largest one of its query, or of its "
+            f"kernel, minus {LARGEST_SPAN:.0f}"
+        )
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(message: str) -> bool:
+    logger.warning_once(message)
+    return True
+
+
+def _attentions(problem: Mixing, gate: Tensor | None, queries: int) -> Tensor:
     """Eq. 3 for the last queries, (B, d, T, T'), including the gate."""
     bias, visible = (x if x is None else x[..., -queries:, :] for x in problem.table())
     weights = mixing_weights(problem.by_head()[0], bias, visible)  # (B, h, k, T, T')
@@ -306,7 +310,7 @@ class AFTSimple(AFTMixer):
 
     state_window = 0
 
-    def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
+    def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return NoBias(self.num_heads, like.device, working_dtype(like))
 
 
@@ -323,7 +327,7 @@ class AFTAlibi(AFTMixer):
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, **options)
         self.state_window = 0
 
-    def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
+    def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         heads = self.num_heads
         slopes = torch.logspace(-8.0 / heads, -8.0, heads, 2.0, device=like.device, dtype=working_dtype(like))
         return LinearDecay(slopes)
@@ -340,42 +344,38 @@ class AFTFull(AFTMixer):
     """
 
     max_positions: int
+    learned: tuple[str, ...] = "position_bias_query", "position_bias_key"
 
-    def __init__(
-        self,
-        hidden_size: int,
-        max_positions: int,
-        *,
-        position_bias_dim: int | None = 128,
-        **options: Any,
-    ):
+    def __init__(self, hidden_size: int, max_positions: int, *, position_bias_dim: int | None = 128, **options: Any):
         if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
             given = f"{max_positions} and {position_bias_dim}"
             raise ValueError(f"max_positions and position_bias_dim must be greater than 0, got {given}")
         super().__init__(hidden_size, **options)
-        self.max_positions, self.factorized = max_positions, position_bias_dim is not None
+        self.max_positions = max_positions
         if position_bias_dim is None:
-            self.position_bias_table = nn.Parameter(torch.empty(self.num_heads, max_positions, max_positions))
-        else:
-            self.position_bias_query = nn.Parameter(torch.empty(self.num_heads, max_positions, position_bias_dim))
-            self.position_bias_key = nn.Parameter(torch.empty(self.num_heads, max_positions, position_bias_dim))
+            self.learned, position_bias_dim = ("position_bias_table",), max_positions
+        for name in self.learned:
+            setattr(self, name, nn.Parameter(torch.empty(self.num_heads, max_positions, position_bias_dim)))
         self.reset_position_bias()
 
     def reset_position_bias(self) -> None:
         # w of a new layer has the same distribution for every multiplier.
-        std = self.position_bias_init_std / self.position_bias_multiplier ** (0.5 if self.factorized else 1.0)
-        for parameter in self._learned():
-            if parameter is not None:
-                init.normal_(parameter, mean=0.0, std=std)
+        std = self.position_bias_init_std / self.position_bias_multiplier ** (1.0 / len(self.learned))
+        for name in self.learned:
+            init.normal_(getattr(self, name), mean=0.0, std=std)
 
-    def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
+    def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Dense(*self._learned(), self.position_bias_multiplier)
 
-    def _learned(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    @torch.no_grad()
+    def spans(self, limit: float) -> bool:
+        learned = self._learned()
+        return learned[0].dim() == 3 and Dense(*learned, self.position_bias_multiplier).spans(limit)
+
+    def _learned(self) -> tuple[Tensor, Tensor | None]:
         """Return u and v, or the table and None."""
-        if self.factorized:
-            return self.position_bias_query, self.position_bias_key
-        return self.position_bias_table, None
+        query, *key = [getattr(self, name) for name in self.learned]
+        return query, key[0] if key else None
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, None]:
         length = self.max_positions if length is None else length
@@ -402,11 +402,8 @@ class AFTLocal(AFTFull):
         super().__init__(hidden_size, max_positions, **options)
         self.window, self.state_window = window_size, window_size - 1
 
-    def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
+    def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
-
-    def extra_repr(self) -> str:
-        return f"window_size={self.window}, {super().extra_repr()}"
 
 
 class AFTConv(AFTMixer):
@@ -466,7 +463,7 @@ class AFTConv(AFTMixer):
             init.zeros_(self.kernel_scale)
             init.zeros_(self.kernel_shift)
 
-    def kernel_bias(self) -> torch.Tensor:
+    def kernel_bias(self) -> Tensor:
         """Return w as kernels, (h, s, s) or (h, s), in float32 at least: Eq. 8, then Eq. 10 with `selection`."""
         kernels = self._kernels()
         if self.selection is None:
@@ -478,25 +475,27 @@ class AFTConv(AFTMixer):
         # A product with the one-hot vector would be NaN where an entry is infinite.
         return torch.zeros_like(flat).scatter(-1, index, flat.gather(-1, index)).view_as(kernels)
 
-    def _kernels(self) -> torch.Tensor:
+    def _kernels(self) -> Tensor:
         """Return the kernels times the multiplier, after Eq. 8 if they are re-parameterized."""
-        multiplier = self.position_bias_multiplier
-        if self.kernel_scale is None or self.kernel_shift is None:
-            return widen(self.kernel) * multiplier
-        flat = widen(self.kernel).flatten(1)
-        # `layer_norm` alone would not give 0 for a constant kernel. eps is scaled as new kernels are.
-        flat = flat - flat.mean(-1, keepdim=True)
-        standard = nn.functional.layer_norm(flat, flat.shape[1:], eps=1e-12 / multiplier**2)
-        scale, shift = (widen(x)[:, None] for x in (self.kernel_scale, self.kernel_shift))
-        kernels = torch.addcmul(shift, scale, standard).view_as(self.kernel)
+        multiplier, kernels = self.position_bias_multiplier, widen(self.kernel)
+        if self.kernel_scale is not None and self.kernel_shift is not None:
+            # `group_norm` alone would not give 0 for a constant kernel. eps is scaled as new kernels are.
+            kernels = kernels - kernels.mean(list(range(1, kernels.dim())), keepdim=True)
+            given = self.num_heads, widen(self.kernel_scale), widen(self.kernel_shift), 1e-12 / multiplier**2
+            kernels = torch.group_norm(kernels.unsqueeze(0), *given).squeeze(0)
         return kernels if multiplier == 1.0 else multiplier * kernels
 
-    def position_bias_entropy(self) -> torch.Tensor:
+    @torch.no_grad()
+    def spans(self, limit: float) -> bool:
+        kernels = self._kernels() if self.kernel.dim() > 1 else self.kernel.new_zeros(1)
+        return bool(kernels.amax().clamp_min(0.0) - kernels.amin().clamp_max(0.0) > limit)
+
+    def position_bias_entropy(self) -> Tensor:
         """Return the entropy (nats) of softmax(w) over each head's kernel, summed over the heads (Eq. 9)."""
         log_p = torch.log_softmax(self._kernels().flatten(1), -1)
         return -(log_p.exp() * log_p).sum()
 
-    def biases(self, like: torch.Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
+    def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         kernels, hides_outside = self.kernel_bias(), not self.global_connectivity
         if self.spatial_dims == 1:
             return LagKernel(kernels, self.causal, hides_outside)
@@ -516,9 +515,6 @@ class AFTConv(AFTMixer):
         if length is not None and rows * columns != length:
             raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: pass a matching grid_size")
         return rows * columns, grid_size
-
-    def extra_repr(self) -> str:
-        return f"kernel_size={self.window}, spatial_dims={self.spatial_dims}, {super().extra_repr()}"
 
 
 __all__ = ["AFTAlibi", "AFTConv", "AFTFull", "AFTLocal", "AFTMixer", "AFTSimple"]

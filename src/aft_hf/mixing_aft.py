@@ -15,11 +15,11 @@ from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from .portable_aft import (
     CHUNK_SIZE,
-    ask,
     finish,
     hide,
     join_heads,
@@ -35,16 +35,7 @@ from .portable_aft import causal as portable_causal
 from .portable_aft import grid as portable_grid
 from .portable_aft import table as portable_table
 from .portable_aft import window as portable_window
-from .position_biases_aft import (
-    Dense,
-    GridKernel,
-    LagKernel,
-    NoBias,
-    PositionBias,
-    Window,
-    widen,
-    working_dtype,
-)
+from .position_biases_aft import Dense, GridKernel, LagKernel, NoBias, PositionBias, Window, widen, working_dtype
 
 
 logger = logging.get_logger(__name__)
@@ -72,20 +63,18 @@ class Visibility:
             move padding behind the real tokens and back.
     """
 
-    real: torch.Tensor
-    document: torch.Tensor
-    position: torch.Tensor
-    first: torch.Tensor | None
+    real: Tensor
+    document: Tensor
+    position: Tensor
+    first: Tensor | None
     is_packed: bool
     longest: int | None
-    order: tuple[torch.Tensor, torch.Tensor] | None
+    order: tuple[Tensor, Tensor] | None
 
     is_shard = False  # True for the shards of context parallelism, which have a `mix` of their own
 
     @classmethod
-    def of(
-        cls, mask: torch.Tensor | None, starts: torch.Tensor | None = None, *, may_wait: bool = True
-    ) -> "Visibility | None":
+    def of(cls, mask: Tensor | None, starts: Tensor | None = None, *, may_wait: bool = True) -> "Visibility | None":
         """Return who sees whom; None if each row is known to be one document without padding.
 
         Args:
@@ -98,7 +87,7 @@ class Visibility:
             ValueError: the mask has floats other than 0 and 1.
         """
         may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
-        if mask is not None and mask.is_floating_point() and may_read and ask((mask != 0) & (mask != 1)):
+        if mask is not None and mask.is_floating_point() and may_read and read(((mask != 0) & (mask != 1)).any()):
             raise ValueError(
                 "attention_mask must be 1 for tokens and 0 for padding, got other floats: for a mask that is added to "
                 "logits (0 and -inf, as in nn.MultiheadAttention), give mask == 0"
@@ -138,13 +127,13 @@ class Visibility:
             moved["order"] = tuple(x.to(device) for x in self.order)
         return replace(self, **moved)
 
-    def pairs(self) -> torch.Tensor:
+    def pairs(self) -> Tensor:
         """Return whether a token sees another one, (B, T, T), before any causal mask."""
         document = torch.where(self.real, self.document, 0)
         return (document[:, :, None] == document[:, None, :]) & self.real[:, None]
 
     @cached_property
-    def rows(self) -> "list[torch.Tensor] | None":
+    def rows(self) -> "list[Tensor] | None":
         """Return the documents as rows, (N, L) indices into the tokens of the batch, B T after the end of a document:
         a batch for all documents whose lengths have the same next power of two. None in a traced program.
         """
@@ -167,7 +156,7 @@ class Visibility:
 
 
 def visibility_of(
-    inputs: dict[str, torch.Tensor | None], mask: torch.Tensor | None, batch_size: int, length: int
+    inputs: dict[str, Tensor | None], mask: Tensor | None, batch_size: int, length: int
 ) -> Visibility | None:
     """Return who sees whom for the padding mask (B, T) and the `PACKING_INPUTS` of a model, which describe packed
     documents by `position_ids` or `cu_seq_lens_q`.
@@ -190,7 +179,7 @@ def visibility_of(
         wrong = position_ids != plain - torch.where(starts, plain, 0).cummax(1).values
         if visibility is not None:  # they may leave out padding, whose own positions are ignored
             wrong &= visibility.real & (position_ids != visibility.position)
-        if ask(wrong):
+        if read(wrong.any()):
             raise ValueError(
                 "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
                 "rows, omit position_ids and pass attention_mask"
@@ -220,33 +209,27 @@ class Mixing:
         query: (B, T, d); the averages are multiplied by sigmoid(query). None for the averages alone.
     """
 
-    key: torch.Tensor
-    value: torch.Tensor
+    key: Tensor
+    value: Tensor
     num_heads: int
     biases: PositionBias
     causal: bool = False
     num_queries: int | None = None
     visibility: Visibility | None = None
-    pair_mask: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    query: torch.Tensor | None = None
+    pair_mask: Tensor | None = None
+    positions: Tensor | None = None
+    query: Tensor | None = None
 
     @property
     def length(self) -> int:
         """T', the number of keys."""
         return self.key.shape[1]
 
-    @property
-    def is_pairwise(self) -> bool:
-        """Whether the problem needs a table of all pairs, because of a pair mask, positions, or T != T'."""
-        cross = self.num_queries is not None and self.num_queries != self.length
-        return cross or self.pair_mask is not None or self.positions is not None
-
-    def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_head(self) -> tuple[Tensor, Tensor]:
         """Return key and value as (B, h, T', k) and (B, h, T', c)."""
         return split_heads(self.key, self.num_heads), split_heads(self.value, self.num_heads)
 
-    def table(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def table(self) -> tuple[Tensor, Tensor | None]:
         """Return the dense w, (B or 1, h, T, T'), and the visibility mask, (B or 1, 1, T, T'); None hides nothing."""
         device, count = self.key.device, self.length if self.num_queries is None else self.num_queries
         queries = torch.arange(count, device=device).unsqueeze(0)
@@ -273,15 +256,9 @@ class Mixing:
 # The namespace of the operators of an installed aft-hf, which `aft_hf.kernels.operators` describes.
 OPERATORS = "aft_hf_v2"
 
-# Maximum number of entries of the table of a grid, of all heads, where there is no operator for grids.
-LARGEST_TABLE = 2**24
-
 # Bidirectional windows are computed by running sums for sequences of more chunks than this; a table is faster for
 # fewer.
 FEW_CHUNKS = 16
-
-# Heads with fewer features do not fill a vector of the kernels for tables.
-FEW_FEATURES = 16
 
 # Whether an imported aft-hf has an operator for a type of device: what `provides` has found.
 _provided: dict[tuple[str, str], bool] = {}
@@ -313,25 +290,20 @@ def uses_operator(name: str, implementation: str, device: torch.device) -> bool:
     return implementation == "auto" and not torch.compiler.is_exporting() and provides(name, device.type)
 
 
-def window_and_slopes(
-    problem: Mixing, implementation: str, start: int | torch.Tensor = 0
-) -> tuple[torch.Tensor | None, ...]:
+def window_and_slopes(problem: Mixing, by_operator: bool, start: int | Tensor = 0) -> tuple[Tensor | None, ...]:
     """Return w as the causal operators take it; the first token has position `start`."""
-    biases, length, dtype = problem.biases, problem.length, working_dtype(problem.value)
-    if (
-        isinstance(biases, Window)
-        and biases.key is not None
-        and not isinstance(start, torch.Tensor)
-        and uses_operator("band", implementation, problem.value.device)
-    ):
-        bias = torch.ops.aft_hf_v2.band(biases.query, biases.key, start, length, biases.size)
+    biases, length, dtype = problem.biases, problem.value.shape[1], working_dtype(problem.value)
+    if by_operator and isinstance(biases, Window) and biases.key is not None:
+        starts = (0, start) if isinstance(start, Tensor) else (start, None)
+        bias = torch.ops.aft_hf_v2.band(biases.query, biases.key, starts[0], length, biases.size, starts[1])
         bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
     else:
         bias = biases.by_lag(length, start)
-    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in (bias, biases.slopes))
+    slopes = biases.slopes
+    return bias if bias is None else bias.to(dtype), slopes if slopes is None else slopes.to(dtype)
 
 
-def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
+def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
     """Compute Eq. 2, times sigmoid(query) if the problem has a query.
 
     The backward pass may need the result, so do not modify it in place if gradients are computed.
@@ -343,12 +315,13 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     Returns:
         (B, T, d) in the dtype of the values; 0 for a query that sees no key.
     """
-    if problem.length == 0:
+    length = problem.length
+    if length == 0:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
     if implementation == "reference":
         return reference_mixing(problem)
-    seen = problem.visibility
-    if problem.is_pairwise:
+    seen, cross = problem.visibility, problem.num_queries not in (None, length)
+    if cross or problem.pair_mask is not None or problem.positions is not None:
         return _pairwise(problem)
     if seen is None or (
         problem.causal
@@ -363,70 +336,55 @@ def mix(problem: Mixing, implementation: str = "auto") -> torch.Tensor:
     return with_padding(mix(problem, implementation), seen, order)
 
 
-def _mix_whole(problem: Mixing, implementation: str) -> torch.Tensor:
+def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
     """Compute rows that are whole sequences, or causal ones with `first`, by the function for the structure of w."""
     biases: Any = problem.biases
     query, key, value = problem.query, problem.key, problem.value
-    device, length, heads = value.device, problem.length, problem.num_heads
     if problem.causal and biases.reach is not None:
         return mix_causal(problem, implementation, None if problem.visibility is None else problem.visibility.first)
-    is_lag = isinstance(biases, LagKernel) and not problem.causal
-    on_both_sides = isinstance(biases, Window) or (is_lag and not biases.causal)
-    if isinstance(biases, GridKernel) and not problem.causal:
-        given = query, key, value, biases.kernels.to(working_dtype(value)), *biases.grid_size, biases.hides_outside
-        if uses_operator("grid", implementation, device):
-            return torch.ops.aft_hf_v2.grid(*given)
-        if heads * length**2 > LARGEST_TABLE or not uses_operator("table", implementation, device):
-            return portable_grid(*given)
-    elif is_lag and on_both_sides and not biases.hides_outside and uses_operator("grid", implementation, device):
+    device, length, causal, exporting = value.device, problem.length, problem.causal, torch.compiler.is_exporting()
+    on_both_sides = isinstance(biases, Window) or (isinstance(biases, LagKernel) and not (biases.causal or causal))
+    if isinstance(biases, GridKernel) and not causal:
+        run = torch.ops.aft_hf_v2.grid if uses_operator("grid", implementation, device) else portable_grid
+        return run(query, key, value, biases.kernels.to(working_dtype(value)), *biases.grid_size, biases.hides_outside)
+    if on_both_sides and isinstance(biases, LagKernel) and uses_operator("grid", implementation, device):
         kernels = biases.kernels.to(working_dtype(value)).unsqueeze(1)
-        return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, False)
-    elif not problem.causal and isinstance(biases, NoBias):
-        average = total(*(x.unsqueeze(3) for x in portable_by_head(key, value, heads))).average
+        return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, biases.hides_outside)
+    if isinstance(biases, NoBias) and not causal:
+        average = total(*(x.unsqueeze(3) for x in portable_by_head(key, value, problem.num_heads))).average
         return finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
-    elif on_both_sides and (
-        torch.compiler.is_exporting() or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, CHUNK_SIZE))
-    ):
-        by_head = portable_by_head(key, value, heads)
+    if on_both_sides and (exporting or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, CHUNK_SIZE))):
+        by_head = portable_by_head(key, value, problem.num_heads)
         # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
-        average = recomputed(partial(portable_window, biases), *by_head)
-        return finish(query, average, value.dtype)
-    by_operator = uses_operator("table", implementation, device)
-    longest = problem.causal and torch.compiler.is_exporting() and isinstance(biases, Dense)
+        return finish(query, recomputed(partial(portable_window, biases), *by_head), value.dtype)
+    longest = causal and exporting and isinstance(biases, Dense)
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
-    if not by_operator:
-        return portable_table(query, key, value, bias, problem.causal, biases.hides_outside)
-    rows, features = len(value), value.shape[-1] // heads
-    if rows < 2 or features >= FEW_FEATURES:
-        return torch.ops.aft_hf_v2.table(query, key, value, bias, problem.causal)
-    # All rows share w, so they can be further features of each head.
-    split = (x if x is None else split_heads(x, heads).expand(-1, -1, -1, features) for x in (query, key, value))
-    folded = (x if x is None else x.permute(2, 1, 0, 3).flatten(1).unsqueeze(0) for x in split)
-    context = torch.ops.aft_hf_v2.table(*folded, bias, problem.causal)
-    return join_heads(context.view(length, heads, rows, features).permute(2, 1, 0, 3))
+    if uses_operator("table", implementation, device):
+        return torch.ops.aft_hf_v2.table(query, key, value, bias, causal)
+    return portable_table(query, key, value, bias, causal, biases.hides_outside)
 
 
-def mix_causal(
-    problem: Mixing, implementation: str, first: torch.Tensor | None, start: int | torch.Tensor = 0
-) -> torch.Tensor:
+def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start: int | Tensor = 0) -> Tensor:
     """Compute a causal problem without padding whose w is 0, decays, or has a window, by the operator `causal`. Tokens
     without `first` have positions from `start` on.
     """
     query, key, value = problem.query, problem.key, problem.value
-    window, slopes = window_and_slopes(problem, implementation, start)
+    by_operator = uses_operator("causal", implementation, value.device)
+    window, slopes = window_and_slopes(problem, by_operator, start)
     if window is None and key.shape != value.shape:  # without a window, keys are per feature
         key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
-    run = torch.ops.aft_hf_v2.causal if uses_operator("causal", implementation, value.device) else portable_causal
+    run = torch.ops.aft_hf_v2.causal if by_operator else portable_causal
     return run(query, key, value, window, slopes, first, problem.biases.hides_outside)
 
 
-def _pairwise(problem: Mixing) -> torch.Tensor:
+def _pairwise(problem: Mixing) -> Tensor:
     """Compute Eq. 2 from the table and the mask of all pairs."""
     by_head = portable_by_head(problem.key, problem.value, problem.num_heads)
-    return finish(problem.query, pairwise(*by_head, *problem.table()), problem.value.dtype)
+    average = pairwise(*by_head, *problem.table(), problem.biases.hides_outside)
+    return finish(problem.query, average, problem.value.dtype)
 
 
-def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
+def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
     """Compute packed documents as rows of their own, documents of about the same length in one batch."""
     seen: Any = problem.visibility
     if (rows := seen.rows) is None:
@@ -444,7 +402,7 @@ def _mix_documents(problem: Mixing, implementation: str) -> torch.Tensor:
     return context[:-1].view_as(value)
 
 
-def without_padding(problem: Mixing) -> tuple[Mixing, tuple[torch.Tensor, torch.Tensor] | None]:
+def without_padding(problem: Mixing) -> tuple[Mixing, tuple[Tensor, Tensor] | None]:
     """Hide the padding of rows without packed documents, whatever it holds, and move it behind the real tokens if w
     depends on their order. Return the problem and the order for `with_padding`.
     """
@@ -457,15 +415,13 @@ def without_padding(problem: Mixing) -> tuple[Mixing, tuple[torch.Tensor, torch.
     return replace(problem, key=key, value=value, query=query, visibility=None), order
 
 
-def with_padding(
-    context: torch.Tensor, seen: Visibility, order: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+def with_padding(context: Tensor, seen: Visibility, order: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return averages in the order before `without_padding`, with 0 for padding."""
     context = context if order is None else _moved(context, order[1])
     return context.masked_fill(~seen.real.unsqueeze(-1), 0.0)
 
 
-def _moved(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _moved(x: Tensor, index: Tensor) -> Tensor:
     """Return x[b, index[b, t]] at (b, t)."""
     return x.gather(1, index.unsqueeze(-1).expand_as(x))
 
@@ -473,7 +429,7 @@ def _moved(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 # -------- the reference
 
 
-def reference_mixing(problem: Mixing) -> torch.Tensor:
+def reference_mixing(problem: Mixing) -> Tensor:
     """Compute Eq. 2 as printed, query by query. Every form is tested against this function.
 
     It computes in float64 for float64 inputs and in float32 otherwise, and multiplies by sigmoid(query) if the problem
@@ -494,15 +450,13 @@ def reference_mixing(problem: Mixing) -> torch.Tensor:
     return context.to(problem.value.dtype)
 
 
-def _softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
+def _softmax(logits: Tensor, dim: int) -> Tensor:
     """Softmax whose value and gradient are 0 where all logits along `dim` are -inf."""
     nothing = (logits == -math.inf).all(dim, keepdim=True)
     return torch.softmax(logits.masked_fill(nothing, 0.0), dim).masked_fill(nothing, 0.0)
 
 
-def mixing_weights(
-    key: torch.Tensor, position_bias: torch.Tensor | None = None, visible: torch.Tensor | None = None
-) -> torch.Tensor:
+def mixing_weights(key: Tensor, position_bias: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
     """Return the implicit attention of Eq. 3 without the query's gate: (B, h, k, T, T'), where each row sums to 1.
 
     Keys are (B, h, T', k), the bias is (B or 1, h, T, T') or None for w = 0, and False in `visible` hides a position.
@@ -514,10 +468,4 @@ def mixing_weights(
     return _softmax(logits, -1)
 
 
-__all__ = [
-    "Mixing",
-    "Visibility",
-    "mix",
-    "mixing_weights",
-    "reference_mixing",
-]
+__all__ = ["Mixing", "Visibility", "mix", "mixing_weights", "reference_mixing"]

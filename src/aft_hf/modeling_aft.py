@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -81,15 +81,12 @@ class AFTTextEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
-        self,
-        inputs_embeds: torch.Tensor,
-        visibility: Visibility | None = None,
-        state: AFTLayerState | None = None,
-    ) -> torch.Tensor:
+        self, inputs_embeds: Tensor, visibility: Visibility | None = None, state: AFTLayerState | None = None
+    ) -> Tensor:
         if self.position_embeddings is None:
             return self.dropout(inputs_embeds)
         length = inputs_embeds.shape[1]
-        start: torch.Tensor | int = 0
+        start: Tensor | int = 0
         longest: int | None = length
         is_packed = visibility is not None and visibility.is_packed
         if visibility is not None and is_packed:
@@ -129,7 +126,7 @@ class AFTImageEmbeddings(nn.Module):
         self.fixed_size = set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, tuple[int, int]]:
         self.check_patches(pixel_values)
         positions = self.positions(*pixel_values.shape[2:])
         if self.patch_size != self.grid_stride:  # overlapping patches extend beyond the image
@@ -144,7 +141,7 @@ class AFTImageEmbeddings(nn.Module):
             embeddings = embeddings + positions
         return self.dropout(embeddings), (patches.shape[2], patches.shape[3])
 
-    def positions(self, height: int, width: int) -> torch.Tensor | None:
+    def positions(self, height: int, width: int) -> Tensor | None:
         """Return the position embeddings of images, if there are any; raise a ValueError for an unsupported size."""
         if self.fixed_size and (height, width) != self.image_size:
             raise ValueError(
@@ -153,7 +150,7 @@ class AFTImageEmbeddings(nn.Module):
             )
         return self.position_embeddings
 
-    def check_patches(self, pixel_values: torch.Tensor) -> None:
+    def check_patches(self, pixel_values: Tensor) -> None:
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.num_channels:
             raise ValueError(
                 f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
@@ -200,7 +197,7 @@ class AFTMLP(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.fc2 = nn.Linear(intermediate_size, config.hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(hidden_states)))
 
 
@@ -220,13 +217,13 @@ class AFTLayer(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
         grid_size: tuple[int, int] | None = None,
         cache: AFTCache | None = None,
         visibility: Visibility | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         branch = self.mixer(
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
@@ -239,7 +236,7 @@ class AFTLayer(GradientCheckpointingLayer):
         del branch  # frees its memory before the MLP, where memory use peaks
         return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
 
-    def _add(self, hidden_states: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+    def _add(self, hidden_states: Tensor, branch: Tensor) -> Tensor:
         # Modules without effect are not called: the time of a decoding step is mostly the overhead of calls.
         if self.dropout.training or self.drop_path.training:
             # `Dropout1d` drops whole rows of (B, T d).
@@ -304,9 +301,9 @@ class AFTModel(AFTPreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
         cache: AFTCache | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -349,7 +346,7 @@ class AFTModel(AFTPreTrainedModel):
         return self._forward_image(pixel_values, attention_mask, **kwargs)
 
     def _forward_image(
-        self, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+        self, pixel_values: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
         hidden_states, grid_size = self.embeddings(pixel_values)
         kwargs["grid_size"] = grid_size
@@ -367,9 +364,9 @@ class AFTModel(AFTPreTrainedModel):
 
     def _forward_text(
         self,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
         cache: AFTCache | None,
         use_cache: bool | None,
         **kwargs: Any,
@@ -386,19 +383,13 @@ class AFTModel(AFTPreTrainedModel):
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         if cache is not None and cache.layers[0].is_initialized:
             packing = dict.fromkeys(PACKING_INPUTS)
-        if attention_mask is not None and attention_mask.dim() == 3:  # running sums cannot represent it
-            if visibility_of(packing, None, *size) is not None:
-                raise ValueError(
-                    "pass packed documents either as position_ids or as a 3-D attention_mask, not as both"
-                )
-            visibility = None
-        else:
-            attention_mask = _mask_of_new_tokens(attention_mask, size[0], size[1], cache)
-            visibility, attention_mask = visibility_of(packing, attention_mask, *size), None
+        of_pairs = attention_mask is not None and attention_mask.dim() == 3  # which running sums cannot represent
+        mask = None if of_pairs else _mask_of_new_tokens(attention_mask, size[0], size[1], cache)
+        attention_mask, visibility = attention_mask if of_pairs else None, visibility_of(packing, mask, *size)
         is_packed = visibility is not None and visibility.is_packed
-        if is_packed and cache is not None:
-            raise ValueError("a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
-        if use_cache and cache is None and attention_mask is None and not is_packed:
+        if is_packed and of_pairs:
+            raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
+        if use_cache and cache is None and not (of_pairs or is_packed):
             cache = self.new_cache()
         if cache is not None:
             cache.layers[0].check_batch_size(size[0])
@@ -408,7 +399,7 @@ class AFTModel(AFTPreTrainedModel):
         hidden_states = self.layernorm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
-    def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Return the embedded tokens, of which there must be at least one."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, not both')
@@ -421,7 +412,7 @@ class AFTModel(AFTPreTrainedModel):
                     given = f"{lowest} .. {highest}"
                     raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {given}")
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
-        embedded = cast(torch.Tensor, inputs_embeds)
+        embedded = cast(Tensor, inputs_embeds)
         if embedded.shape[1] == 0:
             raise ValueError("the input is empty: give at least one token")
         return embedded
@@ -448,7 +439,7 @@ class AFTModel(AFTPreTrainedModel):
         mixers: list[Any] = [layer.mixer for layer in self.layers]
         return [mixer.get_base_layer() if hasattr(mixer, "get_base_layer") else mixer for mixer in mixers]
 
-    def position_bias_entropy(self) -> torch.Tensor | None:
+    def position_bias_entropy(self) -> Tensor | None:
         """Return the sum of the entropies of `conv` layers (Eq. 9, nats); None if its weight in the loss is 0."""
         # CODEPATH: models that are trained with Eq. 9 have a weight.
         if self.config.position_bias_entropy_weight == 0:
@@ -459,9 +450,7 @@ class AFTModel(AFTPreTrainedModel):
         return torch.stack([mixer.position_bias_entropy().to(device) for mixer in mixers]).sum()
 
 
-def _mask_of_new_tokens(
-    mask: torch.Tensor | None, batch: int, length: int, cache: AFTCache | None
-) -> torch.Tensor | None:
+def _mask_of_new_tokens(mask: Tensor | None, batch: int, length: int, cache: AFTCache | None) -> Tensor | None:
     if mask is None:
         return None
     if cache is not None and cache.is_compileable:  # the host does not know how many tokens are past
@@ -479,14 +468,14 @@ def _mask_of_new_tokens(
 class AFTCausalLMOutput(CausalLMOutputWithPast):
     """Output of `AFTForCausalLM`, with the entropy of the position biases (Eq. 9, nats), which `loss` includes."""
 
-    position_bias_entropy: torch.Tensor | None = None
+    position_bias_entropy: Tensor | None = None
 
 
 @dataclass
 class AFTImageClassifierOutput(ImageClassifierOutput):
     """Output of `AFTForImageClassification`, with the same entropy."""
 
-    position_bias_entropy: torch.Tensor | None = None
+    position_bias_entropy: Tensor | None = None
 
 
 class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
@@ -507,12 +496,12 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         cache: AFTCache | None = None,
         use_cache: bool | None = None,
         labels: torch.LongTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> AFTCausalLMOutput:
         r"""
@@ -545,13 +534,11 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             position_bias_entropy=entropy,
         )
 
-    def _loss(
-        self, logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor | None, **kwargs: Any
-    ) -> torch.Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, entropy: Tensor | None, **kwargs: Any) -> Tensor:
         """Return the loss of next-token prediction, with the entropy."""
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         targets = (labels[..., 1:] != -100).sum()
-        return with_entropy(loss, entropy, self.config, targets, kwargs.get("num_items_in_batch"))
+        return share_of_step(loss, entropy, self.config, targets, kwargs.get("num_items_in_batch"))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -588,11 +575,8 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        attention_mask: torch.Tensor | None,
-        inputs_embeds: torch.Tensor,
-        is_first_iteration: bool = False,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
+        attention_mask: Tensor | None, inputs_embeds: Tensor, is_first_iteration: bool = False, **kwargs: Any
+    ) -> Tensor | None:
         """Return the padding mask, which only a prompt needs, for a static cache."""
         if attention_mask is None or not is_first_iteration:
             return None
@@ -620,10 +604,7 @@ class AFTForImageClassification(AFTPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> AFTImageClassifierOutput:
         r"""
         Args:
@@ -636,7 +617,8 @@ class AFTForImageClassification(AFTPreTrainedModel):
         entropy, loss = entropy_for_loss(self, labels), None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config, **kwargs)
-            loss = share_of_step(loss, labels, entropy, self.config, kwargs.get("num_items_in_batch"))
+            given = (labels != -100).sum(), kwargs.get("num_items_in_batch"), self.config.problem_type
+            loss = share_of_step(loss, entropy, self.config, *given)
         return AFTImageClassifierOutput(
             loss=loss,
             logits=logits,
@@ -666,13 +648,13 @@ class TextClassifier(AFTPreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: AFTCache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, None, use_cache)
@@ -683,7 +665,8 @@ class TextClassifier(AFTPreTrainedModel):
         logits, options = outputs.logits, {"config": self.config, "num_items_in_batch": num_items_in_batch}
         loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, **options)
         # A new object, since the loss comes first in a tuple.
-        return type(outputs)(share_of_step(loss, labels, entropy, self.config, num_items_in_batch), **outputs)
+        given = (labels != -100).sum(), num_items_in_batch, self.config.problem_type
+        return type(outputs)(share_of_step(loss, entropy, self.config, *given), **outputs)
 
 
 class AFTForSequenceClassification(TextClassifier, GenericForSequenceClassification):
@@ -724,7 +707,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
 
     @can_return_tuple
     @filter_output_hidden_states
-    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
+    def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
         r"""
         Args:
             pixel_values: As for `AFTModel`.
@@ -751,7 +734,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
         )
 
 
-def entropy_for_loss(model: Any, labels: torch.Tensor | None) -> torch.Tensor | None:
+def entropy_for_loss(model: Any, labels: Tensor | None) -> Tensor | None:
     """Return the entropy of the position biases, and warn once if the model trains without labels."""
     entropy = model.aft.position_bias_entropy()
     if labels is None and entropy is not None and entropy.requires_grad and model.training:
@@ -762,39 +745,27 @@ def entropy_for_loss(model: Any, labels: torch.Tensor | None) -> torch.Tensor | 
     return entropy
 
 
-def with_entropy(
-    loss: torch.Tensor,
-    entropy: torch.Tensor | None,
-    config: AFTConfig,
-    targets: int | torch.Tensor,
-    targets_of_step: int | torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the loss of the task plus the weighted entropy of the position biases (Eq. 9), scaled by the share that
-    the targets of this batch have in an optimizer step that adds up several batches.
-    """
-    if entropy is None:
-        return loss
-    share = 1.0 if targets_of_step is None else targets / targets_of_step
-    return loss + config.position_bias_entropy_weight * share * entropy.to(loss.device)
-
-
 def share_of_step(
-    loss: torch.Tensor,
-    labels: torch.Tensor,
-    entropy: torch.Tensor | None,
+    loss: Tensor,
+    entropy: Tensor | None,
     config: AFTConfig,
-    labels_of_step: int | torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the share of a classifier's batch in the loss of an optimizer step, with the entropy (`with_entropy`).
+    targets: int | Tensor,
+    targets_of_step: int | Tensor | None,
+    problem_type: str | None = None,
+) -> Tensor:
+    """Return the share of a batch in the loss of an optimizer step that adds up several batches, with the weighted
+    entropy of the position biases (Eq. 9).
 
-    The shares of the batches of a step add up to the mean over its `labels_of_step` labels that are not -100. Losses
-    of classes are divided by them in transformers; those of float labels are means over the batch. None: the step has
-    only this batch.
+    The shares add up to the mean over the targets of the step, which are labels other than -100. Losses of classes are
+    divided by their number in transformers; those of float labels are means over the batch. None: the step has only
+    this batch.
     """
-    labels_of_batch = (labels != -100).sum()
-    if labels_of_step is not None and config.problem_type in ("regression", "multi_label_classification"):
-        loss = loss * (labels_of_batch / labels_of_step).to(loss.device)
-    return with_entropy(loss, entropy, config, labels_of_batch, labels_of_step)
+    share: Any = 1.0 if targets_of_step is None else targets / targets_of_step
+    share = share.to(loss.device) if isinstance(share, Tensor) else share
+    if problem_type in ("regression", "multi_label_classification"):
+        loss = loss * share
+    weight = config.position_bias_entropy_weight
+    return loss if entropy is None else loss + weight * share * entropy.to(loss.device)
 
 
 HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)

@@ -14,18 +14,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .position_biases_aft import GridKernel, PositionBias, widen
 
 
-def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, T, h c) -> (B, h, T, c)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def join_heads(x: torch.Tensor) -> torch.Tensor:
+def join_heads(x: Tensor) -> Tensor:
     """(B, h, T, c) -> (B, T, h c)."""
     return x.transpose(1, 2).flatten(-2)
 
@@ -35,30 +35,26 @@ def power_of_two_from(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def read(x: torch.Tensor) -> Any:
+def read(x: Tensor) -> Any:
     """Return the values of a tensor as numbers; None if the host cannot know them: in traced programs, and on meta."""
     if torch.compiler.is_compiling():
         return None
     try:
-        return x.tolist()
+        values = x.tolist()
     except RuntimeError:  # under vmap, or for a tensor without data
         return None
+    return None if isinstance(values, torch.types.py_sym_types) else values
 
 
-def ask(condition: torch.Tensor) -> bool | None:
-    """Return whether any entry is True; None if the host cannot know."""
-    return read(condition.any())
-
-
-def _ask_now(condition: Callable[[], torch.Tensor], *tensors: torch.Tensor) -> bool | None:
-    """`ask`, without waiting for an accelerator: None if a tensor is not on a CPU."""
+def _ask_now(condition: Callable[[], Tensor], *tensors: Tensor) -> bool | None:
+    """Return whether a condition holds, without waiting for an accelerator: None if a tensor is not on a CPU."""
     if torch.compiler.is_compiling() or any(x.device.type != "cpu" for x in tensors):
         return None
     with torch.no_grad():
-        return ask(condition())
+        return read(condition())
 
 
-def recomputed(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
     """Call a function whose intermediate results are not kept for the backward pass, where that is possible."""
     wrapped = torch.compiler.is_compiling() or any(torch.func.debug_unwrap(x) is not x for x in tensors)
     if wrapped or not torch.is_grad_enabled():
@@ -91,7 +87,7 @@ LOGITS_AT_ONCE = 2**22
 SMALLEST_TRIANGLE = 32
 
 
-def floored_exp(x: torch.Tensor) -> torch.Tensor:
+def floored_exp(x: Tensor) -> Tensor:
     """exp(x), and 0 where x is below `FLOOR`."""
     return nn.functional.threshold(x, FLOOR, -math.inf).exp()
 
@@ -99,25 +95,25 @@ def floored_exp(x: torch.Tensor) -> torch.Tensor:
 class Averages(NamedTuple):
     """Eq. 2 over some positions, and the logarithm of its denominator."""
 
-    average: torch.Tensor  # 0 where there are no positions
-    logsumexp: torch.Tensor  # about `EMPTY` where there are no positions
+    average: Tensor  # 0 where there are no positions
+    logsumexp: Tensor  # about `EMPTY` where there are no positions
 
     @classmethod
-    def of(cls, numerator: torch.Tensor, denominator: torch.Tensor, maximum: torch.Tensor | float) -> "Averages":
+    def of(cls, numerator: Tensor, denominator: Tensor, maximum: Tensor | float) -> "Averages":
         """Return the averages for the sums of exp(K + w) V and exp(K + w), both divided by exp(maximum)."""
         # Smaller ones are those of queries that see no key, or are computed again: their gradients would overflow.
         denominator = nn.functional.threshold(denominator, SMALLEST, 1.0)
         return cls(numerator / denominator, maximum + denominator.log())
 
-    def shifted(self, exponent: torch.Tensor | float) -> "Averages":
+    def shifted(self, exponent: Tensor | float) -> "Averages":
         """Return the averages with `exponent` added to every K + w."""
         return self._replace(logsumexp=self.logsumexp + exponent)
 
-    def hidden(self, mask: torch.Tensor) -> "Averages":
+    def hidden(self, mask: Tensor) -> "Averages":
         """Return the averages over nothing where the mask is True."""
         return Averages(self.average.masked_fill(mask, 0.0), self.logsumexp.masked_fill(mask, EMPTY))
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Averages":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Averages":
         """Apply `function` to both tensors."""
         return Averages(*map(function, self))
 
@@ -132,12 +128,10 @@ class Averages(NamedTuple):
 
     def delayed(self, count: int) -> "Averages":
         """Move the averages by `count` positions towards the end, which drops the last ones."""
-        pad = (0, 0, 0, 0, count, -count)
-        average, logsumexp = nn.functional.pad(self.average, pad), nn.functional.pad(self.logsumexp, pad, value=EMPTY)
-        return Averages(average, logsumexp)
+        return Averages(*pad_positions(*self[::-1], -count, count, EMPTY)[::-1])
 
 
-def total(key: torch.Tensor, value: torch.Tensor) -> Averages:
+def total(key: Tensor, value: Tensor) -> Averages:
     """Average over all positions, for queries that all see the same logits: (..., 1, N, c)."""
     if key.shape[-3] == 1:
         return Averages(value, key.clamp_min(EMPTY))
@@ -146,7 +140,7 @@ def total(key: torch.Tensor, value: torch.Tensor) -> Averages:
     return Averages.of((weights * value).sum(-3, keepdim=True), weights.sum(-3, keepdim=True), maximum)
 
 
-def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, *, masked: bool = False) -> Averages:
+def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False) -> Averages:
     """Average over a block of positions for queries with biases of their own, by one product with exp(w).
 
     A query from which the large keys are hidden by -inf, or that sees them only at small biases, can lose significant
@@ -181,25 +175,25 @@ def block_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, *, ma
     if masked or careful:
         lost = (denominator.detach() < math.exp(LOST)) & (maximum > EMPTY) & (largest > EMPTY).unsqueeze(-1)
         blocks = lost.flatten(-3).any(-1)  # (...)
-        if ask(blocks):  # where all that a query sees is hidden, nothing is lost
+        if read(blocks.any()):  # where all that a query sees is hidden, nothing is lost
             sees = (bias > -math.inf).to(key.dtype) @ (key > -math.inf).flatten(-2).to(key.dtype)
             nothing = lost & (sees == 0).view_as(lost)
             averages = averages._replace(logsumexp=averages.logsumexp.masked_fill(nothing, EMPTY))
             blocks = (lost & ~nothing).flatten(-3).any(-1)
-        if ask(blocks):
+        if read(blocks.any()):
             place, shape = blocks.nonzero(as_tuple=True), (*blocks.shape, *bias.shape[-2:])
             exact = _averages_by_logits(key[place], value[place], bias.expand(shape)[place])
             return Averages(*(x.index_put(place, y) for x, y in zip(averages, exact)))
     return averages
 
 
-def _averages_by_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> Averages:
+def _averages_by_logits(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
     """`block_sums` from the logits of all pairs, some queries at a time: O(T T' N k) exponentials."""
     nan = key.isnan()
     unknown = (nan | ~value.isfinite()) & (key != -math.inf)  # (..., T', N, c)
     key, value = key.masked_fill(nan, -math.inf), value.masked_fill(unknown, 0.0)
 
-    def some_queries(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> Averages:
+    def some_queries(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
         logits = key.unsqueeze(-4) + bias[..., None, None]  # (..., t, T', N, k)
         maximum = logits.detach().amax(-3).clamp_min(EMPTY)
         weights = floored_exp(logits - maximum.unsqueeze(-3))
@@ -220,7 +214,7 @@ def _averages_by_logits(key: torch.Tensor, value: torch.Tensor, bias: torch.Tens
     return averages._replace(average=averages.average.masked_fill(sees.unflatten(-1, unknown.shape[-2:]), math.nan))
 
 
-def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> Averages:
+def triangle_sums(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
     """Causal averages (t' <= t), for biases (..., T, T) of which the lower triangle is read.
 
     The left half of a block is visible to all of its right half, so `block_sums` may use the maximum of the left half:
@@ -245,18 +239,18 @@ def triangle_sums(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) ->
     return sums if length == size else sums.map(lambda x: x.narrow(-3, 0, length))
 
 
-def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, ...]:
+def _halves(x: Tensor, half: int) -> tuple[Tensor, ...]:
     """The left and right halves, each (..., T / (2 half), half, N, c), of all blocks of 2 half positions."""
     return x.unflatten(-3, (-1, 2, half)).unbind(-4)
 
 
-def _diagonal_blocks(bias: torch.Tensor, size: int) -> torch.Tensor:
+def _diagonal_blocks(bias: Tensor, size: int) -> Tensor:
     """w within each block of `size` positions: (..., T, T) -> (..., T / size, size, size)."""
     blocks = bias.unflatten(-2, (-1, size)).unflatten(-1, (-1, size))
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def prefix_sums(sums: Averages, decay: torch.Tensor | None = None) -> Averages:
+def prefix_sums(sums: Averages, decay: Tensor | None = None) -> Averages:
     """Averages over each position of (L, T, N, c) and all before it, in O(T) operations: pairs of positions are
     merged, summed by this function, and merged with the position between them.
 
@@ -282,7 +276,7 @@ def prefix_sums(sums: Averages, decay: torch.Tensor | None = None) -> Averages:
     return Averages(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(firsts, seconds)))
 
 
-def _decayed(sums: Averages, decay: torch.Tensor | None) -> Averages:
+def _decayed(sums: Averages, decay: Tensor | None) -> Averages:
     """Return sums as seen from the next position; nothing where that starts a document."""
     if decay is None:
         return sums
@@ -291,13 +285,13 @@ def _decayed(sums: Averages, decay: torch.Tensor | None) -> Averages:
     return sums.shifted(-decay).hidden(decay > -EMPTY / 2)
 
 
-def _exported_prefix_sums(sums: Averages, decay: torch.Tensor | None) -> Averages:
+def _exported_prefix_sums(sums: Averages, decay: Tensor | None) -> Averages:
     """`prefix_sums` from the logits of all pairs in each chunk, and of all pairs of chunks, for a constant decay."""
     length, size, device = sums.logsumexp.shape[1], SMALLEST_TRIANGLE, sums.logsumexp.device
     padding = count_chunks(length, size) * size - length
     rate = sums.logsumexp.new_zeros(1, 1, 1, 1) if decay is None else decay
 
-    def inclusive(sums: Averages, rate: torch.Tensor) -> Averages:
+    def inclusive(sums: Averages, rate: Tensor) -> Averages:
         places = torch.arange(sums.logsumexp.shape[-3], device=device)
         lag = (places - places[:, None])[None, None]
         bias = (rate * lag).to(sums.logsumexp.dtype).masked_fill(lag > 0, -math.inf)
@@ -311,14 +305,14 @@ def _exported_prefix_sums(sums: Averages, decay: torch.Tensor | None) -> Average
     return inside.merge(before.shifted(rate.unsqueeze(1) * steps)).map(lambda x: unpadded(x, padding))
 
 
-def hide(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def hide(key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Hide positions, whatever their keys and values are."""
     return key.masked_fill(mask, -math.inf), value.masked_fill(mask, 0.0)
 
 
 def pad_positions(
-    key: torch.Tensor, value: torch.Tensor, after: int, before: int = 0, hidden: float = -math.inf
-) -> tuple[torch.Tensor, torch.Tensor]:
+    key: Tensor, value: Tensor, after: int, before: int = 0, hidden: float = -math.inf
+) -> tuple[Tensor, Tensor]:
     """Append and prepend hidden positions to key (..., T, N, k) and value (..., T, N, c); negative numbers remove."""
     if not torch.compiler.is_compiling() and before == after == 0:
         return key, value  # `pad` would copy them
@@ -332,7 +326,7 @@ def count_chunks(length: int, size: int) -> int:
     return (length + more - 1) // size
 
 
-def unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
+def unpadded(x: Tensor, padding: int) -> Tensor:
     """(L, n, C, N, c) as (L, T, N, c) without the `padding` last positions."""
     if not torch.compiler.is_compiling():
         return x.flatten(1, 2).narrow(1, 0, x.shape[1] * x.shape[2] - padding)
@@ -340,7 +334,7 @@ def unpadded(x: torch.Tensor, padding: int) -> torch.Tensor:
     return nn.functional.pad(x.flatten(1, 2), (0, 0, 0, 0, 0, -padding))
 
 
-def tables_by_lag(windows: torch.Tensor, before: int) -> torch.Tensor:
+def tables_by_lag(windows: Tensor, before: int) -> Tensor:
     """Convert w by lag of T queries, (..., T, s), to tables (..., T, before + T) of `before` earlier keys, at least
     s - 1, and of the T keys of the queries themselves; 0 outside the window.
     """
@@ -362,46 +356,43 @@ PIECE_SIZE = 128
 LARGEST_GRID_TABLE = 2**22
 
 
-def by_head(key: torch.Tensor, value: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def by_head(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Return keys (B, h, T, k) and values (B, h, T, c): NaN where a key is NaN or infinite, and 0 where it is -inf."""
     key, value = (widen(split_heads(x, heads)) for x in (key, value))
+    if _ask_now(lambda: key.sum().isfinite(), key):  # then all keys are finite
+        return key, value
     key = key.masked_fill(key == math.inf, math.nan)
     return key, value.masked_fill(key == -math.inf, 0.0).masked_fill(key.isnan(), math.nan)
 
 
-def finish(query: torch.Tensor | None, average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def finish(query: Tensor | None, average: Tensor, dtype: torch.dtype) -> Tensor:
     """Join the heads of averages (B, h, T, c), and multiply by the gate if there is one."""
     context = join_heads(average)
     context = context if query is None else torch.sigmoid(widen(query)) * context
     return context if context.dtype == dtype else context.to(dtype)
 
 
-def num_heads(bias: torch.Tensor | None, slopes: torch.Tensor | None) -> int:
+def num_heads(bias: Tensor | None, slopes: Tensor | None) -> int:
     """Return the number of heads that the biases of the causal operators have."""
     return bias.shape[2] if bias is not None else 1 if slopes is None else slopes.shape[0]
 
 
 def causal(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    first: Tensor | None,
     hides_outside: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the operator `causal`: (B, T, d)."""
     given = by_head(key, value, num_heads(bias, slopes))
     return finish(query, causal_averages(*given, bias, slopes, first, hides_outside).average, value.dtype)
 
 
 def causal_averages(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
-    hides_outside: bool,
+    key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, first: Tensor | None, hides_outside: bool
 ) -> Averages:
     """`causal` for keys (B, h, T, k) and values (B, h, T, c), with the logarithms of the denominators."""
     (batch, heads, length), rows_share_w = key.shape[:3], first is None and (bias is None or len(bias) == 1)
@@ -427,9 +418,7 @@ def causal_averages(
     return sums.map(lambda x: x.squeeze(2).unflatten(0, (batch, heads)))
 
 
-def _window_sums(
-    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, first: torch.Tensor | None, hides_outside: bool
-) -> Averages:
+def _window_sums(key: Tensor, value: Tensor, bias: Tensor, first: Tensor | None, hides_outside: bool) -> Averages:
     """Causal averages with a window, for (L, T, N, c) and w by lag (B or 1, P or 1, h, s): a chunk of queries sees
     itself and the chunk before it with their biases, and all others as sums.
     """
@@ -479,7 +468,7 @@ def _window_sums(
     return sums.map(lambda x: unpadded(x, padding))
 
 
-def _far_sums(key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None) -> Averages:
+def _far_sums(key: Tensor, value: Tensor, first: Tensor | None) -> Averages:
     """Averages over the chunks before the last one that the queries of each chunk see with biases, as far as these
     belong to the document of the query: (L, n, C or 1, N, c) from chunks (L, n, C, N, c) and starts (B, n C).
     """
@@ -499,19 +488,19 @@ def _far_sums(key: torch.Tensor, value: torch.Tensor, first: torch.Tensor | None
 
 
 def causal_state(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    first: torch.Tensor | None,
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    first: Tensor | None,
     hides_outside: bool,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    numerator: torch.Tensor,
-    denominator: torch.Tensor,
-    maximum: torch.Tensor,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    keys: Tensor,
+    values: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    maximum: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the operator `causal_state`: (B, T, d), and the tensors of the next state, which it does not change."""
     heads, window = keys.shape[1:3]
     (_, length), device = value.shape[:2], value.device
@@ -555,13 +544,13 @@ def causal_state(
 
 def _next_state(
     far: Averages,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     window: int,
-    count: torch.Tensor | None,
-    slopes: torch.Tensor | None,
+    count: Tensor | None,
+    slopes: Tensor | None,
     hides_outside: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Return the tensors of a state after new tokens, of which each row has `count`, (B,); None if all are real.
 
     Keys (B, h, W + T, k) and values are those of the window and of the new tokens; `far` are the sums before them.
@@ -588,32 +577,30 @@ def _next_state(
     return last_keys, last_values, far.average * denominator, denominator, maximum
 
 
-def window(biases: PositionBias, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Compute Eq. 2 with a window on both sides, (B, h, T, c): the causal part, and that of the reversed sequence
-    without the queries themselves. Keys are (B, h, T, k) and values (B, h, T, c).
+def window(biases: PositionBias, key: Tensor, value: Tensor) -> Tensor:
+    """Compute Eq. 2 with a window on both sides, (B, h, T, c): a chunk of queries sees itself and the chunks beside it
+    with their biases, and all others as sums. Keys are (B, h, T, k) and values (B, h, T, c).
     """
-    length, hides_outside, reach = key.shape[2], biases.hides_outside, biases.reach
-    sums = causal_averages(key, value, biases.by_lag(length), None, None, hides_outside)
-    if reach == 0 and hides_outside:
-        return sums.average
-    after_key, after_value = (x.flip(2)[:, :, :-1] for x in (key, value))
-    after_key = nn.functional.pad(after_key, (0, 0, 1, 0), value=-math.inf)
-    after_value = nn.functional.pad(after_value, (0, 0, 1, 0))
-    by_lag = biases.reversed(length).by_lag(length) if reach else None
-    bias = by_lag if by_lag is None else by_lag[..., :-1]
-    after = causal_averages(after_key, after_value, bias, None, None, hides_outside)
-    return sums.merge(after.map(lambda x: x.flip(2))).average
+    length, reach, hides_outside = key.shape[2], biases.reach or 0, biases.hides_outside
+    size = power_of_two_from(max(reach, CHUNK_SIZE))
+    chunks = count_chunks(length, size)
+    own = pad_positions(*(x.permute(1, 2, 0, 3) for x in (key, value)), chunks * size - length)  # (h, n C, B, c)
+    beside = [pad_positions(*own, size * side, -size * side) for side in (-1, 0, 1)]
+    near = (torch.cat([x.unflatten(1, (-1, size)) for x in parts], 2) for parts in zip(*beside))  # (h, n, 3 C, B, c)
+    queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
+    tables = biases.between(queries, queries[:, :1] + torch.arange(-size, 2 * size, device=key.device))
+    sums = block_sums(*near, tables.transpose(0, 1), masked=hides_outside)  # w is (n or 1, h, C, 3 C)
+    if not hides_outside:
+        totals = total(*(x.unflatten(1, (-1, size)) for x in own)).map(lambda x: x.squeeze(2))
+        before = prefix_sums(totals).delayed(2)
+        after = prefix_sums(totals.map(lambda x: x.flip(1))).delayed(2).map(lambda x: x.flip(1))
+        sums = sums.merge(before.merge(after).map(lambda x: x.unsqueeze(2)))
+    return unpadded(sums.average, chunks * size - length).permute(2, 0, 1, 3)
 
 
 def grid(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kernels: torch.Tensor,
-    rows: int,
-    columns: int,
-    hides_outside: bool,
-) -> torch.Tensor:
+    query: Tensor | None, key: Tensor, value: Tensor, kernels: Tensor, rows: int, columns: int, hides_outside: bool
+) -> Tensor:
     """Compute the operator `grid`: (B, T, d)."""
     biases = GridKernel(kernels, (rows, columns), hides_outside)
     # (h, T, B, c): the rows share w.
@@ -625,14 +612,7 @@ def grid(
     return finish(query, average.permute(2, 0, 1, 3), value.dtype)
 
 
-def table(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    causal: bool,
-    masked: bool = True,
-) -> torch.Tensor:
+def table(query: Tensor | None, key: Tensor, value: Tensor, bias: Tensor, causal: bool, masked: bool = True) -> Tensor:
     """Compute the operator `table`: (B, T, d). `masked` says whether w may be -inf.
 
     The table may be longer than the sequence, since an exported program serves all lengths with one size.
@@ -650,16 +630,17 @@ def table(
     return finish(query, average.permute(2, 0, 1, 3), value.dtype)
 
 
-def pairwise(key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+def pairwise(key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None, hides_outside: bool = False) -> Tensor:
     """Compute Eq. 2 with any table (B or 1, h, T, T') and any mask (B or 1, 1, T, T'), where None hides nothing:
-    (B, h, T, c) from keys (B, h, T', k) and values (B, h, T', c).
+    (B, h, T, c) from keys (B, h, T', k) and values (B, h, T', c). `hides_outside` says whether w may be -inf.
     """
+    masked = visible is not None or hides_outside
     if visible is not None:
         bias = bias.masked_fill(~visible, -math.inf)
     if len(bias) == 1:
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        return block_sums(key, value, bias.squeeze(0), masked=True).average.permute(2, 0, 1, 3)
-    return block_sums(key.unsqueeze(3), value.unsqueeze(3), bias, masked=True).average.squeeze(3)
+        return block_sums(key, value, bias.squeeze(0), masked=masked).average.permute(2, 0, 1, 3)
+    return block_sums(key.unsqueeze(3), value.unsqueeze(3), bias, masked=masked).average.squeeze(3)
 
 
 def _convolves(biases: GridKernel) -> bool:
@@ -673,7 +654,7 @@ def _convolves(biases: GridKernel) -> bool:
     return not _ask_now(lambda: kernels.amax().clamp_min(0.0) - kernels.amin() > LARGEST_SPAN, kernels)
 
 
-def _convolution(key: torch.Tensor, value: torch.Tensor, biases: GridKernel) -> torch.Tensor:
+def _convolution(key: Tensor, value: Tensor, biases: GridKernel) -> Tensor:
     """AFT-conv on a grid (Eq. 6) as a depth-wise convolution: O(T d s^2) time, no T x T table.
 
     The paper writes conv(exp(K) V, exp(w) - 1) + sum exp(K) V. Where w is negative that adds and subtracts the same
@@ -702,7 +683,7 @@ def _convolution(key: torch.Tensor, value: torch.Tensor, biases: GridKernel) -> 
     return Averages.of(sums[..., :width], sums[..., width:], 0.0).average
 
 
-def _near(length: int, radius: int, like: torch.Tensor) -> torch.Tensor:
+def _near(length: int, radius: int, like: Tensor) -> Tensor:
     """(length, length) with 1 where two coordinates are at most `radius` apart and 0 elsewhere."""
     position = torch.arange(length, device=like.device)
     return ((position[:, None] - position).abs() <= radius).to(like.dtype)

@@ -5,18 +5,18 @@ table, w between any positions, and w of the window of each token. It holds tens
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def working_dtype(x: torch.Tensor) -> torch.dtype:
+def working_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of sums over x: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return x in its `working_dtype`."""
     dtype = working_dtype(x)
     return x if x.dtype == dtype else x.to(dtype)
@@ -41,29 +41,29 @@ class PositionBias:
     relative = True
     ordered = True
     reach: int | None = None
-    slopes: torch.Tensor | None = None
+    slopes: Tensor | None = None
     hides_outside = False
 
     @property
     def device(self) -> torch.device:
         """The device on which w is computed."""
-        return self.tensors()[0].device
+        return next(x.device for x in vars(self).values() if isinstance(x, Tensor))
 
     @property
     def outside(self) -> float:
         """The value of w beyond `reach`, for structures without slopes."""
         return -math.inf if self.hides_outside else 0.0
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return w between any positions of a sequence: (..., h, T, T') from positions (..., T) and (..., T')."""
         raise NotImplementedError
 
-    def dense(self, length: int) -> torch.Tensor:
+    def dense(self, length: int) -> Tensor:
         """Return w between the positions 0 .. T - 1, before any causal mask: (h, T, T)."""
         positions = torch.arange(length, device=self.device)
         return self.between(positions, positions)
 
-    def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor | None:
+    def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor | None:
         """Return w from each of T tokens to the `reach` positions before it and to itself, itself last: (B or 1, T, h,
         reach + 1), or (1, 1, h, reach + 1) if w is the same for all tokens.
 
@@ -71,14 +71,6 @@ class PositionBias:
         where w is 0 or decays with the distance. The first token has position `start`, or one position per row (B,).
         """
         return None
-
-    def reversed(self, length: int) -> "PositionBias":
-        """Return the biases of the reversed sequence of `length` tokens."""
-        raise NotImplementedError
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors from which w is computed."""
-        return [x for x in vars(self).values() if isinstance(x, torch.Tensor)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +84,7 @@ class NoBias(PositionBias):
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # not mutable
     dtype: torch.dtype = torch.float32
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return lags.new_zeros(lags.shape, dtype=self.dtype).unsqueeze(-3).repeat_interleave(self.num_heads, -3)
 
@@ -102,9 +94,9 @@ class LinearDecay(PositionBias):
     """w = -slope * (t - t') with one slope per head (ALiBi; Press et al., 2022, arXiv 2108.12409)."""
 
     reach = 0
-    slopes: torch.Tensor  # (h,)
+    slopes: Tensor  # (h,)
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return -self.slopes[:, None, None] * lags.unsqueeze(-3)
 
@@ -116,32 +108,39 @@ class Dense(PositionBias):
     Positions of padding may lie beyond the table. They get the biases of its last position, which are never used.
     """
 
-    query: torch.Tensor  # u, (h, P, d'), or the table (h, P, P)
-    key: torch.Tensor | None = None  # v, (h, P, d'); None where `query` is the table
+    query: Tensor  # u, (h, P, d'), or the table (h, P, P)
+    key: Tensor | None = None  # v, (h, P, d'); None where `query` is the table
     multiplier: float = 1.0  # m
 
     relative = False
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         queries, keys = (x.clamp(0, self.query.shape[1] - 1) for x in (queries, keys))
         if self.key is None:
             return self._multiplied(self.query[:, queries[..., :, None], keys[..., None, :]]).movedim(0, -3)
         return (self._multiplied(self.query[:, queries]) @ widen(self.key[:, keys]).mT).movedim(0, -3)
 
-    def dense(self, length: int) -> torch.Tensor:
+    def dense(self, length: int) -> Tensor:
         if self.key is None:
             return self._multiplied(self.query[:, :length, :length])
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
 
-    def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
+    def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor:
         raise NotImplementedError("w of all positions is not by lag: use `between`")
 
-    def reversed(self, length: int) -> "Dense":
-        if self.key is None:
-            return replace(self, query=self.query[:, :length, :length].flip(1, 2))
-        return replace(self, query=self.query[:, :length].flip(1), key=self.key[:, :length].flip(1))
+    def spans(self, limit: float) -> bool:
+        """Whether two learned w differ by more than `limit`."""
+        if self.key is not None:
+            u, v = (
+                torch.linalg.vector_norm(x, dim=-1).amax() for x in (self._multiplied(self.query), widen(self.key))
+            )
+            if 2 * u * v <= limit:  # |u . v| is at most |u| |v|
+                return False
+        positions = self.query.shape[1]
+        w = self.dense(positions) if self.reach is None else self.by_lag(positions)
+        return bool(w.amax() - w.amin() > limit)
 
-    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiplied(self, rows: Tensor) -> Tensor:
         """Return m times rows of u or of the table, which are fewer numbers than all of u or of w."""
         return widen(rows) if self.multiplier == 1.0 else widen(rows) * self.multiplier
 
@@ -157,28 +156,29 @@ class Window(Dense):
     def reach(self) -> int:  # type: ignore[override]
         return self.size - 1
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         return self._windowed(super().between(queries, keys), queries, keys)
 
-    def dense(self, length: int) -> torch.Tensor:
+    def dense(self, length: int) -> Tensor:
         positions = torch.arange(length, device=self.device)
         return self._windowed(super().dense(length), positions, positions)
 
-    def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
+    def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor:
+        reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
+        start = start.view(-1, 1, 1) if isinstance(start, Tensor) else start
+        # Not for a single token, and without chunks in an exported program, since their number depends on the length.
+        if length == 1 or torch.compiler.is_exporting():
+            queries = torch.arange(length, device=self.device).view(1, -1, 1) + start
+            return super().between(queries, queries + torch.arange(-reach, 1, device=self.device)).squeeze(-2)
         # Row i of the table (C, reach + C) of a chunk has its window from column i on. In rows that are longer by one,
         # the windows of all rows start in the first column.
-        reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
-        if torch.compiler.is_exporting():  # without chunks, whose number would depend on the length
-            queries = torch.arange(length, device=self.device)[:, None]
-            return super().between(queries, queries + torch.arange(-reach, 1, device=self.device)).squeeze(2)[None]
         chunks = (length + size - 1) // size
-        positions = torch.arange(chunks * size, device=self.device).view(1, chunks, size)
-        positions = positions + (start.view(-1, 1, 1) if isinstance(start, torch.Tensor) else start)
+        positions = torch.arange(chunks * size, device=self.device).view(1, chunks, size) + start
         tables = super().between(positions, positions[..., :1] + torch.arange(-reach, size, device=self.device))
         windows = nn.functional.pad(tables.flatten(-2), (0, size)).unflatten(-1, (size, reach + size + 1))
         return windows[..., : reach + 1].transpose(2, 3).flatten(1, 2)[:, :length]  # (B or 1, T, h, s)
 
-    def _windowed(self, bias: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _windowed(self, bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         distance = (queries[..., :, None] - keys[..., None, :]).abs().unsqueeze(-3)
         return bias.masked_fill(distance >= self.size, self.outside)
 
@@ -187,7 +187,7 @@ class Window(Dense):
 class LagKernel(PositionBias):
     """A learned w for each lag t - t' within a kernel, 0 or hidden outside (Eq. 6 on a sequence)."""
 
-    kernels: torch.Tensor  # (h, s): the lags 0 .. s - 1 if causal, else s // 2 .. -(s // 2)
+    kernels: Tensor  # (h, s): the lags 0 .. s - 1 if causal, else s // 2 .. -(s // 2)
     causal: bool
     hides_outside: bool = False
 
@@ -196,7 +196,7 @@ class LagKernel(PositionBias):
         size = self.kernels.shape[1]
         return size - 1 if self.causal else size // 2
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         size = self.kernels.shape[1]
         lags = queries[..., :, None] - keys[..., None, :]
         index = lags if self.causal else size // 2 - lags
@@ -204,32 +204,29 @@ class LagKernel(PositionBias):
         bias = self.kernels[:, index.clamp(0, size - 1)]
         return bias.masked_fill(~inside, self.outside).movedim(0, -3)
 
-    def by_lag(self, length: int, start: int | torch.Tensor = 0) -> torch.Tensor:
+    def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor:
         kernels = self.kernels.flip(-1) if self.causal else self.kernels[:, : self.reach + 1]
         return kernels.unflatten(0, (1, 1, -1))
-
-    def reversed(self, length: int) -> "LagKernel":
-        return replace(self, kernels=self.kernels.flip(-1))
 
 
 @dataclass(frozen=True, eq=False)
 class GridKernel(PositionBias):
     """A learned w for each offset within an s x s kernel on a grid in raster order, 0 or hidden outside (Eq. 6)."""
 
-    kernels: torch.Tensor  # (h, s, s): entry (i, j) is w for a key i - s // 2 rows below, j - s // 2 columns right
+    kernels: Tensor  # (h, s, s): entry (i, j) is w for a key i - s // 2 rows below, j - s // 2 columns right
     grid_size: tuple[int, int]
     hides_outside: bool = False
 
     ordered = False
 
-    def between(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         rows, columns = self.grid_size
         last = rows * columns - 1
         queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
         down, right = keys // columns - queries // columns, keys % columns - queries % columns
         return self.by_offset()[:, down + rows - 1, right + columns - 1].movedim(0, -3)
 
-    def by_offset(self) -> torch.Tensor:
+    def by_offset(self) -> Tensor:
         """Return w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle."""
         rows, columns = self.grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
@@ -237,7 +234,7 @@ class GridKernel(PositionBias):
         top, left = (size // 2 for size in self.kernels.shape[1:])
         return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
 
-    def dense(self, length: int) -> torch.Tensor:
+    def dense(self, length: int) -> Tensor:
         rows, columns = self.grid_size
         # Offsets are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
         # query are then a contiguous window, so long runs are copied.

@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_the_products(case, dtype, strided, va
     exact = [x.double().requires_grad_() for x in factors]
     factors = [x.requires_grad_() for x in factors]
     expected, defined = products(*exact, *sizes)
-    found = OPS.band(*factors, *sizes)
+    found = OPS.band(*factors, *sizes, None)
     assert found.dtype == torch.float32 and found.isfinite().all()
     rounding = 4 * torch.finfo(torch.float32).eps * math.sqrt(shape[2]) * 4
     torch.testing.assert_close(found[defined].double(), expected[defined], rtol=rounding, atol=rounding)
@@ -47,13 +47,25 @@ def test_values_and_gradients_are_those_of_the_products(case, dtype, strided, va
         torch.testing.assert_close(x.double(), y, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("length", (1, 3))
+def test_rows_may_start_at_positions_of_their_own(length, variant):
+    factors, starts = torch.randn(2, 2, 9, 4), torch.tensor([4, 2, 6])  # keys before position 0 are not defined
+    found = OPS.band(*factors, 0, length, 3, starts)
+    expected = [OPS.band(*factors, start, length, 3, None) for start in starts.tolist()]
+    assert torch.equal(found, torch.cat(expected))
+    weight, factors = torch.randn(found.shape), factors.requires_grad_()
+    gradient = torch.autograd.grad(OPS.band(*factors, 0, length, 3, starts), factors, weight)[0]
+    parts = (OPS.band(*factors, start, length, 3, None) for start in starts.tolist())
+    torch.testing.assert_close(gradient, torch.autograd.grad(torch.cat(list(parts)), factors, weight)[0])
+
+
 def test_threads_and_other_tokens_do_not_matter(variant):
     factors, before = torch.randn(2, 1, 300, 24).requires_grad_(), torch.get_num_threads()
     weight, found = torch.randn(1, 300, 1, 9), []
     try:
         for count in (1, 2, 7):
             torch.set_num_threads(count)
-            w = OPS.band(*factors, 0, 300, 9)
+            w = OPS.band(*factors, 0, 300, 9, None)
             found.append((w, *torch.autograd.grad(w, factors, weight)))
     finally:
         torch.set_num_threads(before)
@@ -62,26 +74,33 @@ def test_threads_and_other_tokens_do_not_matter(variant):
         changed = factors.detach().clone()
         changed[0, :, :200], changed[1, :, :192], changed[:, :, 290:] = size, size, size
         changed.requires_grad_()
-        w = OPS.band(*changed, 200, 90, 9)
+        w = OPS.band(*changed, 200, 90, 9, None)
         assert torch.equal(w, found[0][0][:, 200:290])
         gradient = torch.autograd.grad(w, changed, weight[:, 200:290])[0]
-        expected = torch.autograd.grad(OPS.band(*factors, 200, 90, 9), factors, weight[:, 200:290])[0]
+        expected = torch.autograd.grad(OPS.band(*factors, 200, 90, 9, None), factors, weight[:, 200:290])[0]
         assert torch.equal(gradient, expected)
 
 
 def test_it_is_an_ordinary_operator(variant):
     for dtype in (torch.float32, torch.float64):
-        torch.library.opcheck(OPS.band.default, (*torch.randn(2, 2, 9, 4, dtype=dtype).requires_grad_(), 2, 5, 3))
-    torch.library.opcheck(OPS.band_backward.default, (torch.randn(1, 5, 2, 3), *torch.randn(2, 2, 9, 4), 2, 5, 3))
+        torch.library.opcheck(
+            OPS.band.default, (*torch.randn(2, 2, 9, 4, dtype=dtype).requires_grad_(), 2, 5, 3, None)
+        )
+    torch.library.opcheck(
+        OPS.band_backward.default, (torch.randn(1, 5, 2, 3), *torch.randn(2, 2, 9, 4), 2, 5, 3, None)
+    )
     strided = torch.randn(2, 9, 2, 4).requires_grad_()
-    compiled = torch.compile(lambda x: OPS.band(*(2 * x).transpose(1, 2), 0, 9, 3).sin().sum(), fullgraph=True)
+    compiled = torch.compile(lambda x: OPS.band(*(2 * x).transpose(1, 2), 0, 9, 3, None).sin().sum(), fullgraph=True)
     compiled(strided).backward()
-    expected = torch.autograd.grad(OPS.band(*(2 * strided).transpose(1, 2), 0, 9, 3).sin().sum(), strided)[0]
+    expected = torch.autograd.grad(OPS.band(*(2 * strided).transpose(1, 2), 0, 9, 3, None).sin().sum(), strided)[0]
     torch.testing.assert_close(strided.grad, expected)
-    factors, run = torch.randn(2, 2, 9, 4, dtype=torch.float64).requires_grad_(), partial(OPS.band, start=2, length=5)
+    factors, run = (
+        torch.randn(2, 2, 9, 4, dtype=torch.float64).requires_grad_(),
+        partial(OPS.band, start=2, length=5, starts=None),
+    )
     assert torch.autograd.gradgradcheck(lambda x: run(*x, window=3), (factors,))
-    found = OPS.band(*factors.float(), 2, 5, 3)
-    torch.testing.assert_close(found, operators.portable("band", *factors, 2, 5, 3).float())
+    found = OPS.band(*factors.float(), 2, 5, 3, None)
+    torch.testing.assert_close(found, operators.portable("band", *factors, 2, 5, 3, None).float())
     batched = torch.autograd.grad(found, factors, torch.ones(3, *found.shape), True, is_grads_batched=True)
     torch.testing.assert_close(batched[0][1], torch.autograd.grad(found.sum(), factors)[0])
 
@@ -91,6 +110,6 @@ def test_it_is_an_ordinary_operator(variant):
 )
 def test_arguments_that_do_not_match_are_errors(factors, variant):
     with pytest.raises(ValueError, match="do not match"):
-        OPS.band(*factors, 0, 5, 0)
+        OPS.band(*factors, 0, 5, 0, None)
     with pytest.raises(ValueError, match="gradient must be"):
-        OPS.band_backward(torch.ones(1, 5, 1, 3), *factors, 0, 4, 3)
+        OPS.band_backward(torch.ones(1, 5, 1, 3), *factors, 0, 4, 3, None)

@@ -248,9 +248,11 @@ def test_a_band_and_its_gradients_are_those_of_the_products(case, dtype):
     expected = (exact[0] @ exact[1].mT)[:, t, keys.clamp(0)].transpose(0, 1)[None] * defined
     weight = torch.randn(expected.shape) * defined
     factors = [x.to(DEVICE) for x in factors]
-    found = causal_launch.band(*factors, *sizes).cpu() * defined
+    found = causal_launch.band(*factors, *sizes, None).cpu() * defined
     torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
-    gradients = causal_launch.band_backward(weight.to(DEVICE), *factors, *sizes)
+    of_rows = causal_launch.band(*factors, 0, length, window, torch.tensor([start, start], device=DEVICE)).cpu()
+    assert torch.equal(of_rows * defined, torch.cat([found, found]))
+    gradients = causal_launch.band_backward(weight.to(DEVICE), *factors, *sizes, None)
     allowed = 2e-5 + (torch.finfo(dtype).eps if dtype == BF16 else 0.0)
     for x, y in zip(gradients, torch.autograd.grad(expected, exact, weight.double(), allow_unused=True)):
         torch.testing.assert_close(x.double().cpu(), y, rtol=allowed, atol=allowed)

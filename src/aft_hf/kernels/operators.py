@@ -45,9 +45,10 @@ a sequence is one row:
     bias:          (h, T, T); -inf hides a key from a query.
     causal:        whether a query sees only t' <= t.
 
-`band` makes the bias of `causal`, (1, T, h, s), for tokens from position `start` on, from w = u v^T (Eq. 7):
+`band` makes the bias of `causal`, (1 or B, T, h, s), for tokens from position `start` on, from w = u v^T (Eq. 7):
 
     query, key:    u and v, (h, P, d'). Entries for positions below 0 or after P - 1 are not defined.
+    starts:        (B,) int64, a position for each row in place of `start`, without gradients.
 """
 
 import struct
@@ -74,13 +75,14 @@ ARGUMENTS = {
     "causal": f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool hides_outside",
     "grid": f"{INPUTS}, Tensor kernels, SymInt rows, SymInt columns, bool hides_outside",
     "table": f"{INPUTS}, Tensor bias, bool causal",
-    "band": "Tensor query, Tensor key, SymInt start, SymInt length, int window",
+    "band": "Tensor query, Tensor key, SymInt start, SymInt length, int window, Tensor? starts",
 }
 STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) denominator, Tensor(e!) maximum"
 KEPT = "Tensor average, Tensor logsumexp, Tensor center"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 DTYPES = frozenset((torch.float32, torch.bfloat16))  # of the kernels; the portable form computes others
+FEW_FEATURES = 16  # heads with fewer features do not fill a vector of the kernel for tables
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # what kernels, and the compiler, take
 # The types of devices whose kernels keep intermediate results for the backward pass, by `NAME_keeping`.
 KEEPING: set[str] = set()
@@ -110,9 +112,12 @@ def _new_gradients_of_kept(gradient, *arguments):  # type: ignore[no-untyped-def
     return new_gradients(gradient, *problem, bias_needed)
 
 
-def _new_band(query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int) -> torch.Tensor:
+def _new_band(
+    query: torch.Tensor, key: torch.Tensor, start: int, length: int, window: int, starts: torch.Tensor | None
+) -> torch.Tensor:
     """Return memory for the output of `band`."""
-    return query.new_empty(1, length, len(query), window, dtype=working_dtype(query))
+    rows = 1 if starts is None else len(starts)
+    return query.new_empty(rows, length, query.shape[0], window, dtype=working_dtype(query))
 
 
 def _new_factors(gradient: torch.Tensor, *factors: Any) -> tuple[torch.Tensor, ...]:
@@ -126,8 +131,8 @@ def _new_factors(gradient: torch.Tensor, *factors: Any) -> tuple[torch.Tensor, .
 def portable(name: str, *arguments: Any) -> Any:
     """Compute an operator by PyTorch operations, for what no kernel takes."""
     if name == "band":
-        query, key, start, length, window = arguments
-        return Window(query, key, size=window).by_lag(length, start)
+        query, key, start, length, window, starts = arguments
+        return Window(query, key, size=window).by_lag(length, start if starts is None else starts)
     return getattr(portable_aft, name)(*arguments)
 
 
@@ -167,12 +172,14 @@ def _vmap(name: str, info: Any, in_dims: Sequence[int | None], *arguments: Any) 
 
 def _autograd(name: str, keys: Any, *arguments: Any) -> Any:
     """Compute an operator with gradients: what is registered for autograd."""
-    if not _is_for_kernels(arguments) or not _takes(name, arguments):
+    if not _is_for_kernels(arguments):
         return portable(name, *arguments)
     if torch.is_grad_enabled():
         for x in arguments:
             if isinstance(x, torch.Tensor) and x.requires_grad:
-                return _Function.apply(name, *arguments)
+                of_rows = name == "band" and arguments[5] is not None
+                run = portable if of_rows or not _takes(name, arguments) else _Function.apply
+                return run(name, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return OPERATORS[name](*arguments)
 
@@ -230,31 +237,51 @@ class _Function(torch.autograd.Function):
 def _forward(name: str, *arguments: Any) -> torch.Tensor:
     if not _takes(name, arguments):
         return portable(name, *arguments)
-    problem = _with_key_per_feature(name, arguments)
-    output = _new_output(*problem)
+    problem, folded = _laid_out(*arguments) if name == "table" else (arguments, False)
+    output = problem[2].new_empty(problem[2].shape)
     _call(name, FIELDS[name](*problem), problem, output)
-    return output
+    return _unfolded(output, len(arguments[2]), len(problem[3])) if folded else output
 
 
 def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    problem = _with_key_per_feature(name, arguments)
-    _check_gradient(gradient, problem[2])
+    _check_gradient(gradient, arguments[2])
+    problem, folded = _laid_out(*arguments) if name == "table" else (arguments, False)
+    gradient = _folded(gradient, len(problem[3])) if folded else gradient
     found = list(new_gradients(gradient, *problem))
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
     for x in found[3 if gradient.numel() else 0 :]:
         x.zero_()
     _call(f"{name}_backward", FIELDS[name](*problem[:-1]), problem, None, (gradient, *found))
-    if problem[1] is not arguments[1]:
+    if folded:
+        found[:3] = [x if x.numel() == 0 else _unfolded(x, len(arguments[2]), len(problem[3])) for x in found[:3]]
+    if found[1].shape != arguments[1].shape:
         found[1] = found[1].unflatten(2, (len(problem[3]), -1)).sum(3)
     return tuple(found)
 
 
-def _with_key_per_feature(name: str, problem: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Repeat the keys of a table that has one key per head, since its kernel takes one key per feature."""
-    query, key, value, bias, *others = problem
-    if name != "table" or key.shape[2] == value.shape[2] or key.shape[2] != len(bias):
-        return problem
-    return query, key.repeat_interleave(value.shape[2] // len(bias), 2), value, bias, *others
+def _laid_out(query, key, value, bias, causal, *flag):  # type: ignore[no-untyped-def]
+    """Return the problem of a table as its kernel takes it, and whether its rows are folded: it needs one key per
+    feature, and heads whose features fill a vector.
+    """
+    heads, width, folds = len(bias), value.shape[2], False
+    if heads and width % heads == 0 and key.shape[2] in (heads, width):
+        features = width // heads
+        key = key if key.shape[2] == width else key.repeat_interleave(features, 2)
+        folds = len(value) > 1 and 0 < features < FEW_FEATURES and key.shape == value.shape
+        folds = folds and (query is None or query.shape == value.shape)
+    if folds:
+        query, key, value = (x if x is None else _folded(x, heads) for x in (query, key, value))
+    return (query, key, value, bias, causal, *flag), folds
+
+
+def _folded(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, T, h c) as one row whose heads have the features of all rows, which share w: (1, T, h B c)."""
+    return x.unflatten(2, (heads, -1)).permute(1, 2, 0, 3).flatten(1).unsqueeze(0)
+
+
+def _unfolded(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """(1, T, h B c) as (B, T, h c)."""
+    return x.view(x.shape[1], heads, rows, x.shape[2] // (heads * rows)).permute(2, 0, 1, 3).flatten(2)
 
 
 def _state(*arguments: Any) -> torch.Tensor:
@@ -270,7 +297,12 @@ def _band(*problem: Any) -> torch.Tensor:
     output = _new_band(*problem)
     if not _takes("band", problem):
         return output.copy_(portable("band", *problem))
-    _call_band("band", *problem[:3], output)
+    query, key, start, _, _, starts = problem
+    if starts is None:
+        _call_band("band", query, key, start, output)
+        return output
+    for row, begin in zip(output.split(1), starts.tolist()):
+        _call_band("band", query, key, begin, row)
     return output
 
 
@@ -373,8 +405,14 @@ def _run(kernel: str, fields: Sequence[Any]) -> None:
 
 def _with_strides(*tensors: torch.Tensor | None) -> list[Any]:
     """Return tensors with contiguous features, each followed by its other two strides."""
-    dense = (x if x is None or x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous() for x in tensors)
-    return [field for x in dense for field in ((0, 0, 0) if x is None else (x, *x.stride()[:2]))]
+    fields: list[Any] = []
+    for x in tensors:  # a loop, as in `_is_for_kernels`
+        if x is None:
+            fields += 0, 0, 0
+        else:
+            x = x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+            fields += x, *x.stride()[:2]
+    return fields
 
 
 # -------------------------------------------------------------------------------------------------------- registration

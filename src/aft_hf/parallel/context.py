@@ -254,7 +254,7 @@ class ContextParallelism:
         vocab_size = model.config.vocab_size
         loss = model.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
         loss = average_over(self.group, loss)
-        return modeling_aft.with_entropy(loss, entropy, model.config, targets, num_items_in_batch)
+        return modeling_aft.share_of_step(loss, entropy, model.config, targets, num_items_in_batch)
 
 
 class SequenceShard(Shard):

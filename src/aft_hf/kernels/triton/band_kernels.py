@@ -21,11 +21,14 @@ def _at(t, lag, length, size, head, HEADS: tl.constexpr):
 
 @triton.jit
 def band_kernel(
-    u_ptr, v_ptr, w_ptr, start, length, P, F, size, N,
+    u_ptr, v_ptr, w_ptr, starts_ptr, start, length, P, F, size, N,
     HEADS: tl.constexpr, NEAR: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    pid, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n, head, i = pid % N, (pid // N).to(tl.int64), tl.arange(0, C)
+    w_ptr += row * length * HEADS * size
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + row)
     for j in range(NEAR + 1):
         product = tl.zeros((C, C), tl.float32)
         t, key = n * C + i, (n - j) * C + i

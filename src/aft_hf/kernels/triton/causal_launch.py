@@ -443,21 +443,22 @@ def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no
 # ------------------------------------------------------------------------------------------------- w from its factors
 
 
-def band(query, key, start, length, window):  # type: ignore[no-untyped-def]
+def band(query, key, start, length, window, starts):  # type: ignore[no-untyped-def]
     """Compute `band`."""
     from .band_kernels import band_kernel
 
     heads, positions, features = query.shape
-    found = torch.empty((1, length, heads, window), dtype=torch.float32, device=query.device)
+    rows = 1 if starts is None else len(starts)
+    found = torch.empty((rows, length, heads, window), dtype=torch.float32, device=query.device)
     sizes = start, length, positions, features, window, -(-length // CHUNK)
     with torch.cuda.device_of(query):
         if found.numel():
-            given = query.contiguous(), key.contiguous(), found
-            band_kernel[(sizes[-1] * heads,)](*given, *sizes, **_band_constants(heads, features, window))
+            given = query.contiguous(), key.contiguous(), found, starts if starts is None else starts.contiguous()
+            band_kernel[(sizes[-1] * heads, rows)](*given, *sizes, **_band_constants(heads, features, window))
     return found
 
 
-def band_backward(gradient, query, key, start, length, window):  # type: ignore[no-untyped-def]
+def band_backward(gradient, query, key, start, length, window, starts):  # type: ignore[no-untyped-def]
     """Compute the gradients of the factors of `band`."""
     from .band_kernels import band_backward_kernel
 
