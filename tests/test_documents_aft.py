@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from aft_hf import AFTConv
 from aft_hf.mixing_aft import PACKING_INPUTS, Visibility, visibility_of
 
 
@@ -66,3 +67,18 @@ def test_a_mask_that_is_added_to_logits_is_refused(hidden):
     with pytest.raises(ValueError, match="give mask == 0"):
         Visibility.of(mask)
     assert Visibility.of((mask == 0).float()).real.tolist() == [[True, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "boundaries", ([0, 8, -1], [0, 9, 8, 16], [4, 16], [0, 8], [0, 17], [], [0.0, 16.0], [[0, 8, 16]]), ids=str
+)
+def test_boundaries_that_do_not_divide_the_tokens_are_refused(boundaries):
+    with pytest.raises(ValueError, match="cu_seq_lens_q must hold integers from 0 to 16"):
+        seen(cu_seq_lens_q=torch.tensor(boundaries))
+    seen(cu_seq_lens_q=torch.tensor([0, 3, 3, 16, 16], dtype=torch.int32))  # documents may be empty
+
+
+def test_a_mixer_on_a_grid_refuses_packed_documents():
+    starts = torch.zeros(1, 16, dtype=torch.bool).index_fill(1, torch.tensor([5]), True)
+    with pytest.raises(ValueError, match="packed documents are sequences"):
+        AFTConv(8, 2, 3)(torch.randn(1, 16, 8), visibility=Visibility.of(None, starts))

@@ -253,6 +253,8 @@ class AFTMixer(nn.Module):
                 )
             if visibility is not None:
                 raise ValueError("give either attention_mask or visibility, which describes padding as well")
+        if visibility is not None and visibility.is_packed and self.spatial_dims == 2:
+            raise ValueError("packed documents are sequences, and this AFTConv mixes the positions of a grid")
         if visibility is not None and (position_ids is not None or queries != keys):
             raise ValueError("a visibility needs inputs without position_ids, and one length for queries and keys")
         if position_ids is not None:

@@ -12,6 +12,7 @@ aft-hf if the device has one, and otherwise by the portable form (`portable_aft.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
+from reprlib import repr as shown  # shortens any value to one line
 from typing import Any
 
 import torch
@@ -166,7 +167,16 @@ def visibility_of(
     """
     position_ids, boundaries, starts = inputs["position_ids"], inputs["cu_seq_lens_q"], None
     if boundaries is not None:
-        starts = torch.zeros(batch_size * length + 1, dtype=torch.bool, device=boundaries.device)
+        end = batch_size * length
+        # Not on an accelerator, where the host would have to wait for the values.
+        known = read(boundaries) if boundaries.device.type == "cpu" else None
+        wrong = known is not None and (known != sorted(known) or known[:1] != [0] or known[-1:] != [end])
+        if boundaries.dim() != 1 or boundaries.is_floating_point() or wrong:
+            raise ValueError(
+                f"cu_seq_lens_q must hold integers from 0 to {end}, the number of tokens, in ascending order, got "
+                f"{tuple(boundaries.shape)} {boundaries.dtype}{'' if known is None else f': {shown(known)}'}"
+            )
+        starts = torch.zeros(end + 1, dtype=torch.bool, device=boundaries.device)
         # The last boundary is the end of the last document. It marks an extra entry, which is dropped.
         starts = starts.index_fill(0, boundaries.long(), True)[:-1].view(batch_size, length)
     elif position_ids is not None:
