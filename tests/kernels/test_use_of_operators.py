@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal
 from aft_hf.caching_aft import AFTLayerState
+from aft_hf.kernels import operators
 from aft_hf.mixing_aft import Mixing, mix
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel
 
@@ -45,6 +46,20 @@ def test_the_default_dtype_of_torch_does_not_matter(mixer, dtype):
         torch.set_default_dtype(torch.float32)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.skipif(operators.KERNELS is None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_what_the_kernels_take_is_not_computed_by_pytorch(mixer, dtype, monkeypatch):
+    for name in ("portable", "portable_state"):
+        monkeypatch.setattr(operators, name, None)
+    mixer, x = mixer.to(dtype), torch.randn(2, 36, 16, dtype=dtype)
+    mixer(x).sum().backward()
+    if mixer.causal:
+        state = AFTLayerState(mixer.state_window)
+        with torch.no_grad():
+            for piece in x.split([20, 15, 1], 1):
+                mixer(piece, state=state)
 
 
 @torch.no_grad()
