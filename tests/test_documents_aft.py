@@ -70,7 +70,7 @@ def test_a_mask_that_is_added_to_logits_is_refused(hidden):
 
 
 @pytest.mark.parametrize(
-    "boundaries", ([0, 8, -1], [0, 9, 8, 16], [4, 16], [0, 8], [0, 17], [], [0.0, 16.0], [[0, 8, 16]]), ids=str
+    "boundaries", ([0, 8, -1], [0, 9, 8, 16], [4, 16], [0, 8], [0, 17], [], [0.0, 16.0], [[0, 8, 16]], 16), ids=str
 )
 def test_boundaries_that_do_not_divide_the_tokens_are_refused(boundaries):
     with pytest.raises(ValueError, match="cu_seq_lens_q must hold integers from 0 to 16"):
