@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, cli
+from aft_hf.console import plain_output
 from aft_hf.conversion import REPORT_NAME
-from aft_hf.progress import plain_output
-from aft_hf.training.checkpoints import Manifest, Record, write_manifest
+from aft_hf.running.checkpoints import Manifest, Record, write_manifest
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from aft_hf import build_byte_tokenizer, limits
 from aft_hf.data.text import tokenize_file
+from aft_hf.errors import UnreadableError
 from aft_hf.limits import limited
 from aft_hf.loading import load
-from aft_hf.reading import UnreadableError
-from aft_hf.training.evaluation import evaluate_language_model
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import BytesTask
+from aft_hf.tuning.evaluation import evaluate_language_model
 
 
 pytestmark = [

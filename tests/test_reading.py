@@ -11,20 +11,17 @@ import torch
 from pydantic import Field
 from torch.utils.data import DataLoader
 
+from aft_hf.console import TRACEBACK, reported
+from aft_hf.errors import LONGEST_MESSAGE, UnreadableError, explained
 from aft_hf.reading import (
     LARGEST_JSON,
-    LONGEST_MESSAGE,
-    TRACEBACK,
     Document,
     ImageProcessorConfig,
     ModelConfig,
-    UnreadableError,
     WeightsIndex,
-    explained,
     parse_header,
     parse_json,
     read_json,
-    reported,
 )
 
 

@@ -38,18 +38,9 @@ from transformers.utils import (
 )
 from transformers.utils.import_utils import DummyObject
 
+from .errors import UnreadableError, explained, shortened
 from .limits import limited
-from .reading import (
-    ImageProcessorConfig,
-    ModelConfig,
-    ProcessorConfig,
-    TokenizerConfig,
-    UnreadableError,
-    WeightsIndex,
-    explained,
-    read_json,
-    shortened,
-)
+from .reading import ImageProcessorConfig, ModelConfig, ProcessorConfig, TokenizerConfig, WeightsIndex, read_json
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")

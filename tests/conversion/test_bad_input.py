@@ -15,7 +15,7 @@ from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
 from aft_hf.conversion import ConversionError, save_converted, verify_conversion
-from tests.training.runs import Payload
+from tests.runs import Payload
 
 
 def assert_refused(source, tmp_path, message, **options):

@@ -26,8 +26,8 @@ from aft_hf.conversion import (
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import DistillationOptions, distill, rate, student_losses, weight_of_hidden_states
 from aft_hf.publishing import write_card
-from aft_hf.training.ownership import RUN, owned
-from aft_hf.training.steps import StopSignal
+from aft_hf.running.ownership import RUN, owned
+from aft_hf.running.steps import StopSignal
 
 
 CHECKPOINTS = ".out-distillation"

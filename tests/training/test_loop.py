@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aft_hf.data.samples import GlobalBatches
+from aft_hf.running.checkpoints import find_damage
 from aft_hf.training import loop
-from aft_hf.training.checkpoints import find_damage
 from aft_hf.training.loop import build_adamw
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import BytesTask

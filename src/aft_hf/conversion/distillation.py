@@ -29,11 +29,12 @@ from ..data.classes import require_a_class, teacher_classes
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
+from ..errors import explain, shortened
 from ..modeling_aft import AFTForImageClassification
-from ..reading import Document, explain, shortened
-from ..training.checkpoints import Checkpoints, find_changes, read_manifest, remove_checkpoints
-from ..training.ownership import owned
-from ..training.steps import Training, take_steps
+from ..reading import Document
+from ..running.checkpoints import Checkpoints, find_changes, read_manifest, remove_checkpoints
+from ..running.ownership import owned
+from ..running.steps import Training, take_steps
 from .source import VisionTransformerSource
 
 

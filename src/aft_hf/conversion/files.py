@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from ..errors import explained, shortened
 from ..loading import FLOAT_DTYPES, weight_files
-from ..reading import explained, shortened
 from .report import ConversionError
 
 

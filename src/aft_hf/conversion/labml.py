@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..configuration_aft import AFTConfig
+from ..errors import explained
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
-from ..reading import explained
 from .names import renamed
 from .report import ConversionError
 

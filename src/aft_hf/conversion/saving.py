@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
-from ..data.atomic_files import UNFINISHED, move_into, sha256
 from ..data.image_size import processor_for
+from ..errors import explained, first_line
 from ..loading import load
 from ..modeling_aft import AFTForImageClassification
-from ..reading import explained, first_line, read_json
+from ..reading import read_json
 from .deit import convert_deit, copied_parts
 from .report import REPORT_NAME, ConversionError, ConversionReport
 from .source import VisionTransformerSource, read_source

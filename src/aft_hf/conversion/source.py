@@ -17,8 +17,9 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
+from ..errors import explained
 from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor
-from ..reading import Document, explained, read_json
+from ..reading import Document, read_json
 from .files import read_weights
 from .names import DISTILLED_HEADS, HEAD, OPTIONAL, Part, vit_tensors
 from .report import ConversionError

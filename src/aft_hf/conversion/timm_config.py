@@ -16,7 +16,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import pair
-from ..reading import Document, explained, parse_json
+from ..errors import explained
+from ..reading import Document, parse_json
 from .names import DISTILLATION_TOKEN, PATCHES, POSITIONS, Part
 from .report import ConversionError
 from .resizing import one_or_pair

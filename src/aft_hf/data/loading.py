@@ -20,8 +20,9 @@ from datasets.io.parquet import ParquetDatasetReader
 from PIL import Image as PILImage
 from transformers.utils import logging
 
-from ..reading import UnreadableError, described, explained, parse_header, parse_yaml, read_text
-from .atomic_files import sha256, write_atomic
+from ..atomic_files import sha256, write_atomic
+from ..errors import UnreadableError, described, explained
+from ..reading import parse_header, parse_yaml, read_text
 from .image_files import PARQUET, SUFFIXES, list_images, open_image
 from .text import cached
 

@@ -28,15 +28,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import flatten_dict
 
 from ..analysis import draw_losses, save
-from ..data.atomic_files import move_into, write_json
+from ..atomic_files import move_into, write_json
 from ..data.samples import GlobalBatches, steps_per_epoch
-from ..reading import explained, first_line
-from .checkpoints import Checkpoints, Record, find_changes, find_damage, read_manifest
+from ..errors import explained, first_line
+from ..running.checkpoints import Checkpoints, Record, find_changes, find_damage, read_manifest
+from ..running.ownership import owned
+from ..running.steps import Training, take_steps
 from .context_parallelism import ContextParallelGroup
 from .optimization import averaged, build_optimizer, keep_average
-from .ownership import owned
 from .recipe import Recipe, build_recipe
-from .steps import Training, take_steps
 from .tasks import TASKS
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from saved_models import listing
 
-from aft_hf.data.atomic_files import move_into, write_atomic
+from aft_hf.atomic_files import move_into, write_atomic
 
 
 def write(path, content=b"one"):

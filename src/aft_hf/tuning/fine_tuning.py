@@ -34,24 +34,25 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..atomic_files import move_into, refuse_to_replace
 from ..configuration_aft import AFTConfig, pair
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
-from ..data.atomic_files import move_into, refuse_to_replace
 from ..data.classes import require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples, sum_arrays
+from ..errors import first_line, shortened
 from ..loading import load, load_trained
 from ..publishing import write_card
-from ..reading import Document, first_line, read_json, shortened
-from .checkpoints import find_changes
+from ..reading import Document, read_json
+from ..running.checkpoints import find_changes
+from ..running.ownership import owned, refuse_links
+from ..running.safe_loading import data_only
+from ..training.metrics import accuracy
+from ..training.optimization import parameter_groups
+from ..training.tasks import first_rows
 from .evaluation import is_image_classifier
-from .metrics import accuracy
-from .optimization import parameter_groups
-from .ownership import owned, refuse_links
-from .safe_loading import data_only
-from .tasks import first_rows
 
 
 logger = logging.get_logger(__name__)

@@ -30,21 +30,21 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
+from ..atomic_files import write_json
+from ..console import plain_console
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
-from ..data.atomic_files import write_json
 from ..data.classes import are_names, by_number, listed, require_a_class
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts, token_ids
+from ..errors import explained, first_line
 from ..limits import limited
 from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
-from ..progress import plain_console
-from ..reading import explained, first_line
-from .metrics import accuracy_and_loss, code_length
+from ..training.metrics import accuracy_and_loss, code_length
 
 
 logger = logging.get_logger(__name__)

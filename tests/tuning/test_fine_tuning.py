@@ -18,7 +18,7 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf.data.classes import logger
 from aft_hf.training import build_optimizer
-from aft_hf.training.fine_tuning import FineTuner, distillation_loss
+from aft_hf.tuning.fine_tuning import FineTuner, distillation_loss
 
 
 CLASSES = 3

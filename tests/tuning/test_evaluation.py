@@ -17,8 +17,8 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.conversion import adapt_to_image_size, read_source
-from aft_hf.training.evaluation import evaluate_classifier, evaluate_language_model, logger
 from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
+from aft_hf.tuning.evaluation import evaluate_classifier, evaluate_language_model, logger
 
 
 CLASSES = 7

@@ -21,8 +21,9 @@ from pydantic import ConfigDict, Field
 from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
-from ..data.atomic_files import UNFINISHED, sha256, unfinished
-from ..reading import Document, FileName, UnreadableError, first_line, parse_json
+from ..atomic_files import UNFINISHED, sha256, unfinished
+from ..errors import UnreadableError, first_line
+from ..reading import Document, FileName, parse_json
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 

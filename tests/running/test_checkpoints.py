@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from runs import bytes_recipe, finish, launch, plant, run, run_elsewhere
 from torch.distributed.checkpoint import CheckpointException
 
-from aft_hf.data.atomic_files import UNFINISHED
-from aft_hf.reading import UnreadableError
-from aft_hf.training.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
+from aft_hf.atomic_files import UNFINISHED
+from aft_hf.errors import UnreadableError
+from aft_hf.running.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
 from tests.properties.hostile import JSON
 
 

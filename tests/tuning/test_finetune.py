@@ -23,8 +23,8 @@ from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
-from aft_hf.training import fine_tuning
-from aft_hf.training.ownership import RUN, owned
+from aft_hf.running.ownership import RUN, owned
+from aft_hf.tuning import fine_tuning
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
