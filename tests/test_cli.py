@@ -170,7 +170,7 @@ def test_every_command_refuses_damaged_weights_by_name(command, told, models, tm
 
 
 @pytest.mark.parametrize("options", [{"problem_type": "multi_label_classification"}, {"problem_type": "regression"}])
-def test_one_answer_for_models_that_do_not_choose_a_class(options, models, tmp_path, aft_hf, monkeypatch):
+def test_all_commands_refuse_multi_label_models_and_regressions_alike(options, models, tmp_path, aft_hf, monkeypatch):
     for each in models.iterdir():
         (tmp_path / each.name).symlink_to(each)
     monkeypatch.chdir(tmp_path)

@@ -166,7 +166,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("case", CLASSES)
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_a_tokenizer_is_a_tokenizer(saved, tmp_path, file, case):
+def test_classes_that_are_no_tokenizer_are_refused_as_tokenizer_class(saved, tmp_path, file, case):
     folder = planted(saved, tmp_path / "model", file, CLASSES[case])
     if file == "config.json":
         (folder / "tokenizer_config.json").unlink()

@@ -98,7 +98,7 @@ def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_pa
     assert load(AutoModelForCausalLM, tmp_path).config.n_layer == 200
 
 
-def test_the_count_ends_with_the_load(saved, monkeypatch):
+def test_tensors_that_are_built_after_a_load_do_not_count_towards_its_limit(saved, monkeypatch):
     monkeypatch.setattr(loading, "FREE_TENSORS", 0)
     load(MODELS["vit"][0], saved / "vit")
     with torch.device("meta"):

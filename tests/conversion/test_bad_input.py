@@ -162,7 +162,7 @@ def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change,
         ({"source_image_size": (16, 24), "source_num_heads": None}, "give source_num_heads"),
     ],
 )
-def test_a_file_that_leaves_something_open_says_what_to_give(tmp_path, options, message):
+def test_a_weight_file_without_image_size_or_head_count_is_refused_with_the_option_to_give(tmp_path, options, message):
     save_pth(tmp_path / "deit.pth", grid=(2, 3))
     assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM | options)
 
@@ -176,7 +176,7 @@ def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, dtype):
     assert_refused(tmp_path / "deit.pth", tmp_path, message, **TIMM)
 
 
-def test_the_size_of_a_checkpoint_with_a_config_cannot_be_told_otherwise(vit, tmp_path):
+def test_source_options_that_contradict_the_config_are_refused(vit, tmp_path):
     assert_refused(vit, tmp_path, "leave out source_image_size", source_image_size=48)
     with pytest.raises(ConversionError, match="leave out source_image_size"):
         convert_deit(ViTForImageClassification.from_pretrained(vit), source_num_heads=1)
@@ -237,7 +237,7 @@ def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_outpu
         ({"init": "magic"}, "init must be one of"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, message):
+def test_invalid_options_of_convert_deit_are_refused_by_name(vit, tmp_path, options, message):
     assert_refused(vit, tmp_path, message, **options)
 
 
@@ -252,7 +252,7 @@ def test_options_that_make_no_sense_are_refused_by_name(vit, tmp_path, options, 
         (["--distill"], "--distill needs --images"),
     ],
 )
-def test_arguments_that_make_no_sense_are_one_line_and_exit_code_1(
+def test_invalid_arguments_of_the_command_convert_end_in_one_line_and_exit_code_1(
     vit, tmp_path, convert, monkeypatch, arguments, message
 ):
     for name in ("empty", "unreadable", "pictures"):

@@ -158,7 +158,7 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(source, images, tmp_pa
         ({"augmentation": "rotate"}, "augmentation='rotate': must be 'none', 'shift'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(source, images, options, message):
+def test_invalid_options_of_a_distillation_are_refused_by_name(source, images, options, message):
     with pytest.raises(ValueError, match=message) as error:
         run(source, images, **options)
     assert "\n" not in str(error.value)
@@ -311,7 +311,7 @@ def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "more/notes.txt", "step-500/notes.txt"])
-def test_what_lies_beside_the_checkpoints_stays(vit, images, tmp_path, name):
+def test_other_files_beside_the_checkpoints_of_a_distillation_stay(vit, images, tmp_path, name):
     (tmp_path / CHECKPOINTS / name).parent.mkdir(parents=True)
     (tmp_path / CHECKPOINTS / name).write_text("mine")
     save(vit, tmp_path / "out", images)
@@ -345,7 +345,7 @@ def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, m
     assert done["steps"] == int(saved.name[-9:]) and not (tmp_path / CHECKPOINTS).exists()
 
 
-def test_what_another_process_has_written_there_meanwhile_stays(vit, images, tmp_path, monkeypatch):
+def test_files_that_another_process_writes_into_the_output_meanwhile_stay(vit, images, tmp_path, monkeypatch):
     convert = saving._convert
 
     def convert_meanwhile(*arguments):

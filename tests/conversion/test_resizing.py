@@ -99,7 +99,7 @@ def unchanged(model, size, message, **options):
 
 
 @pytest.mark.parametrize("changes", [{}, {"global_connectivity": False}, {"position_bias_selection": "gumbel"}])
-def test_kernels_can_be_kept(changes):
+def test_stretch_kernels_false_keeps_the_kernels_as_trained(changes):
     model = classifier(**changes)
     kernels = [layer.mixer.kernel for layer in model.aft.layers]
     adapt_to_image_size(model, (64, 96), stretch_kernels=False)

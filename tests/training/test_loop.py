@@ -188,7 +188,7 @@ def interrupt(now: bool) -> None:
         raise KeyboardInterrupt
 
 
-def test_another_recipe_is_refused_beside_checkpoints(tmp_path):
+def test_a_run_refuses_to_resume_with_another_recipe(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
     for changed, told in (
@@ -239,7 +239,7 @@ def test_a_damaged_newest_checkpoint_does_not_outlive_those_that_come_after_it(t
     assert names == [*(f"set-aside-step-00000000{i}" for i in (6, 7)), "step-000000002", "step-000000004"]
 
 
-def test_other_data_are_another_run(tmp_path):
+def test_a_run_refuses_to_resume_on_other_training_data(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
     content, other, moved = (tmp_path / "text").read_bytes(), tmp_path / "other", tmp_path / "moved"

@@ -261,14 +261,14 @@ def test_bits_per_byte_are_the_bits_of_the_tokens_over_the_bytes_of_the_texts_wi
     ],
     ids=["lower case", "NFC"],
 )
-def test_tokens_that_are_not_the_bytes_of_the_text_are_told(normalizer, text, message):
+def test_a_tokenizer_that_changes_the_text_is_reported_by_a_warning(normalizer, text, message):
     model = language_model(aft=False, vocab_size=300)
     with CaptureLogger(logger) as log:
         evaluate_language_model(model, bpe_tokenizer(TEXT, normalizer), rows_of(text), block_size=10)
     assert message in log.out
 
 
-def test_what_leaves_tokens_out_or_predicts_none_is_refused():
+def test_strides_above_the_block_size_and_texts_of_one_token_are_refused():
     for block_size, stride in ((10, 0), (10, 11), (0, None)):
         options = {"block_size": block_size, "stride": stride}
         with pytest.raises(ValueError, match=r"the stride of windows of .* tokens must be in 1 \.\. "):
