@@ -149,7 +149,7 @@ TAKING = {
 }
 DAMAGES = {
     "holds NaN or infinity": lambda x: x.fill_(torch.nan),
-    "is torch.int32; weights must be": lambda x: x.int(),
+    "has the dtype torch.int32; ": lambda x: x.int(),
 }
 
 

@@ -143,7 +143,7 @@ def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_n
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [
-        ("vit", "biases", [], "is no AFT but a vit"),
+        ("vit", "biases", [], "is a vit, not an AFT"),
         ("image", "keys", [], "give --images"),
         ("text", "keys", [], "give --text"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),

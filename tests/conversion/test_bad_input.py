@@ -67,7 +67,7 @@ PIXELS = torch.zeros(2, 3, 32, 32)
             edited(lambda t: t["vit.layernorm.bias"][:1].fill_(-torch.inf)),
             r"bias holds NaN .*\(1 of 24 values\)",
         ),
-        ("config.json", partial(Path.write_text, data='{"name": "mine"}'), "neither a config.json of transformers"),
+        ("config.json", partial(Path.write_text, data='{"name": "mine"}'), "its config.json has neither a model_type"),
         ("config.json", Path.unlink, "contains no config.json"),
         ("config.json", changed(transformers_weights="other.safetensors"), "transformers_weights"),
         ("config.json", changed(num_hidden_layers=3), "Missing key.*vit.layers.2"),
@@ -125,7 +125,7 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
     ("change", "message"),
     [
         (lambda t: t.pop("blocks.1.attn.qkv.bias"), r"Missing key.*layers.1.attention.\w_proj.bias"),
-        (lambda t: t.pop("patch_embed.proj.weight"), "holds no state dict of a ViT"),
+        (lambda t: t.pop("patch_embed.proj.weight"), "contains no state dict of a ViT"),
         (
             lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}),
             "projection.weight.* not those of a ViT",
@@ -138,8 +138,8 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
             lambda t: t.update({"blocks.1.attn.qkv.weight": torch.zeros(73, 24)}),
             r"layers.1.attention.\w_proj.weight: .*\[24, 24\]",
         ),
-        (lambda t: [t.pop(name) for name in [*t] if "blocks.0" in name], "has no tensor layers.0.mlp.fc1.weight"),
-        (lambda t: t.pop("pos_embed"), "has no tensor embeddings.position_embeddings"),
+        (lambda t: [t.pop(name) for name in [*t] if "blocks.0" in name], "has no layers.0.mlp.fc1.weight"),
+        (lambda t: t.pop("pos_embed"), "has no embeddings.position_embeddings"),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"blocks.9.ls1.gamma": torch.zeros(24)}), "once: blocks.9.ls1.gamma"),
         (lambda t: t.update({"layers.0.mlp.fc1.bias": torch.zeros(MLP)}), "fc1.bias .* has another name"),

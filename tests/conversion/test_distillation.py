@@ -121,7 +121,7 @@ def test_checkpoints_of_another_conversion_are_refused(source, images, tmp_path,
         (r"conversion\.init", source, images, {"conversion": {"init": "attention"}}),
         ("learning_rate", source, images, {"learning_rate": 1e-4}),
     ):
-        with pytest.raises(ValueError, match=rf"another distillation was begun there \({told}: "):
+        with pytest.raises(ValueError, match=rf"contains checkpoints of another distillation \({told}: "):
             distill(converted(source), teacher, pictures, **same | changes)
 
 
@@ -152,7 +152,7 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(source, images, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"minutes": 1}, "takes steps or minutes"),
+        ({"minutes": 1}, "give either steps or minutes"),
         ({"steps": 0}, "steps=0: must be greater than 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be"),
         ({"augmentation": "rotate"}, "augmentation='rotate': must be 'none', 'shift'"),

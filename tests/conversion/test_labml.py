@@ -125,9 +125,9 @@ def test_a_head_bias_that_no_layer_norm_bias_can_replace_is_refused():
     [
         (lambda state: state.pop("encoder.norm.bias"), "aft.layernorm.bias"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), r"\(6, 3\), \(6, 6\)"),
-        (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "no window around"),
+        (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "must be a window around"),
         (lambda state: state.clear(), r"got \[\]"),
-        (lambda state: state.update({"src_embed.weight": torch.zeros(TOKENS, WIDTH)}), "there twice"),
+        (lambda state: state.update({"src_embed.weight": torch.zeros(TOKENS, WIDTH)}), "stand for the same tensor"),
     ],
 )
 def test_conversion_from_labml_refuses_state_dicts_that_are_not_of_an_aft_local(change, message):

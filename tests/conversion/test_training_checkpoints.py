@@ -88,12 +88,14 @@ def test_state_dicts_that_are_not_of_a_vit_are_refused_by_the_name_of_a_tensor(t
     # With other positions, shapes would fail first.
     positions = {"pos_embed": torch.zeros(1, 21, 24)} if name == "reg_token" else {}
     torch.save(timm_tensors() | positions | {name: torch.zeros(1, 4, 24)}, tmp_path / "other.pth")
-    assert f"{name.removeprefix('_fsdp_wrapped_module.')} is no tensor of a ViT" in refusal(tmp_path / "other.pth")
+    assert f"{name.removeprefix('_fsdp_wrapped_module.')} is not a tensor of a ViT" in refusal(tmp_path / "other.pth")
 
 
 def test_a_module_beside_the_vit_is_refused(tmp_path):
     torch.save(under("backbone.", timm_tensors()) | {"projector.weight": torch.zeros(4, 24)}, tmp_path / "other.pth")
-    assert "projector.weight is no tensor of the ViT, which is under 'backbone'" in refusal(tmp_path / "other.pth")
+    assert "projector.weight is not a tensor of the ViT, whose names begin with 'backbone.'" in refusal(
+        tmp_path / "other.pth"
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,4 +169,4 @@ def test_averaged_weights_are_read_from_any_place_in_a_checkpoint(tmp_path, cont
 )
 def test_a_checkpoint_of_several_models_is_refused_with_their_names(tmp_path, content, names):
     torch.save(content(timm_tensors(), timm_tensors()), tmp_path / "checkpoint.pth")
-    assert f"holds 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")
+    assert f"contains 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")

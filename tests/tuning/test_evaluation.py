@@ -256,8 +256,8 @@ def test_bits_per_byte_are_the_bits_of_the_tokens_over_the_bytes_of_the_texts_wi
 @pytest.mark.parametrize(
     ("normalizer", "text", "message"),
     [
-        (normalizers.Lowercase(), TEXT, "does not reproduce 1 of 1 texts"),
-        (normalizers.NFC(), "e\u0301 and more", "does not reproduce 1 of 1 texts"),
+        (normalizers.Lowercase(), TEXT, "changes 1 of 1 texts"),
+        (normalizers.NFC(), "e\u0301 and more", "changes 1 of 1 texts"),
     ],
     ids=["lower case", "NFC"],
 )
@@ -274,7 +274,7 @@ def test_strides_above_the_block_size_and_texts_of_one_token_are_refused():
         with pytest.raises(ValueError, match=r"the stride of windows of .* tokens must be in 1 \.\. "):
             evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(TEXT), **options)
     for texts in (["x"], [""], ["", "x", ""]):
-        with pytest.raises(ValueError, match="a text needs 2 tokens"):
+        with pytest.raises(ValueError, match="give at least 2"):
             evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(*texts), block_size=10)
 
 

@@ -114,7 +114,7 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
-            f"{checkpoint} is no AFT but a {config.model_type}; for a ViT or DeiT, give the kind attention"
+            f"{checkpoint} is a {config.model_type}, not an AFT; for a ViT or DeiT, give the kind attention"
         )
     classes = {each.__name__: each for each in HEADS}
     return load(classes.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()

@@ -69,7 +69,7 @@ class ConversionReport(Document):
         wrong |= {name for record in self.tensors for name in record.sources} ^ set(source)
         if wrong:
             raise ConversionError(
-                f"{self.source}: the conversion does not account for these tensors exactly once: "
+                f"{self.source}: the report must list each tensor exactly once, and does not list these so: "
                 f"{', '.join(sorted(wrong))}"
             )
 

@@ -197,10 +197,10 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
         return 0
     copies = copied_parts(found, load(AFTConfig, directory, ConversionError), saved)
     if {record.target for record in report.with_status("copied")} != copies.keys():
-        raise ConversionError(f"{directory}: {REPORT_NAME} does not list the tensors that are copied")
+        raise ConversionError(f"{directory}: {REPORT_NAME} does not list exactly the copied tensors")
     for name, copy in copies.items():
         # By their bits, -0.0 differs from 0.0, and NaN equals itself.
         first, second = (tensor.contiguous().view(torch.uint8) for tensor in (copy.tensor, saved[name]))
         if copy.tensor.dtype != saved[name].dtype or not torch.equal(first, second):
-            raise ConversionError(f"{directory}: {name} is not what {REPORT_NAME} says was copied")
+            raise ConversionError(f"{directory}: {name} differs from the source, but {REPORT_NAME} lists it as copied")
     return len(copies)

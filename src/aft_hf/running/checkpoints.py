@@ -145,7 +145,7 @@ class Checkpoints:
             raise
         except (Exception, CheckpointException) as error:
             reason = first_line(cause_of(error))
-            raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
+            raise ValueError(f"{path} does not fit the model or the number of processes: {reason}") from error
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints beyond `step`, the step from which the run resumes.

@@ -236,10 +236,10 @@ def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str)
         num_bytes += size
         changed += sum(a != b for a, b in zip(texts, decoded))
     if len(tokens) < 2:
-        raise ValueError(f"a text needs 2 tokens, since the first is not predicted, and this one has {len(tokens)}")
+        raise ValueError(f"the text has {len(tokens)} tokens: give at least 2, since the first is not predicted")
     if changed:
         logger.warning(
-            f"the tokenizer does not reproduce {changed} of {len(dataset)} texts (as if it lowercases): "
-            "what it drops costs no bits, so do not compare bits_per_byte with that of another tokenizer"
+            f"the tokenizer changes {changed} of {len(dataset)} texts, for example to lower case: what is lost costs "
+            "no bits, so do not compare bits_per_byte with that of another tokenizer"
         )
     return np.asarray(tokens, dtype=TOKEN_DTYPE), num_bytes

@@ -255,8 +255,8 @@ def _checkpoint(arguments: TrainingArguments) -> Path | None:
     if wanted.lower() == "true" or newest is None:
         return newest
     logger.warning(
-        f"begins at step 0 although {newest} exists: --resume-from-checkpoint true resumes from it, and another "
-        "--output-dir keeps the two runs apart"
+        f"training begins at step 0 although {newest} exists: --resume-from-checkpoint true resumes from it, and "
+        "another --output-dir keeps the two runs apart"
     )
     return None
 
