@@ -30,8 +30,8 @@ FLOORS = (
     ("training", "conversion", "benchmarking"),
     ("data", "running", "analysis"),
     ("loading", "exporting", "parallel", "kernels"),
-    ("limits", "reading", "console"),
-    ("core", "errors", "atomic_files", "_version"),
+    ("limits", "reading", "console", "atomic_files"),
+    ("core", "errors", "_version"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}

@@ -41,25 +41,21 @@ def options(
     pass
 
 
-app.command("train")(train_command)
+commands = [convert_command, train_command, evaluate_command, benchmark_command, visualize_command, publish_command]
+for command in commands:
+    app.command(command.__name__.removesuffix("_command"))(command)
 # The options of transformers' `TrainingArguments` have underscores; those of this command may be written so, too.
-others = {"ignore_unknown_options": True, "allow_extra_args": True}
-app.command("finetune", context_settings={**others, "token_normalize_func": lambda name: name.replace("_", "-")})(
-    finetune_command
-)
-app.command("evaluate")(evaluate_command)
-app.command("publish")(publish_command)
-app.command("benchmark")(benchmark_command)
-app.command("visualize")(visualize_command)
-app.command("convert")(convert_command)
+unknown = {"ignore_unknown_options": True, "allow_extra_args": True}
+hyphens = {**unknown, "token_normalize_func": lambda name: name.replace("_", "-")}
+app.command("finetune", context_settings=hyphens)(finetune_command)
 
 
-@app.command("transformers", add_help_option=False, context_settings=others)
+@app.command("transformers", add_help_option=False, context_settings=unknown)
 def transformers_command(context: typer.Context) -> None:
     """Run a command of transformers with AFT registered, for example `aft-hf transformers serve MODEL` or `chat`."""
-    from transformers.cli.transformers import app as commands  # slow to import
+    from transformers.cli.transformers import app as others  # slow to import
 
-    commands(args=context.args, prog_name="aft-hf transformers")
+    others(args=context.args, prog_name="aft-hf transformers")
 
 
 def main() -> None:

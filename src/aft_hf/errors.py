@@ -119,5 +119,5 @@ def shortened(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Convert a text to one line, without characters that move the cursor of a terminal or change its colors."""
-    return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
+    """Convert a text to one line, without characters that control a terminal or change the writing direction."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())

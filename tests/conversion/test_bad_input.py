@@ -212,7 +212,7 @@ def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_outpu
     for target in ("vit", "."):
         with pytest.raises(ConversionError, match="only an earlier conversion is overwritten"):
             save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
-    with pytest.raises(ConversionError, match="cannot be written"):
+    with pytest.raises(ConversionError, match=r"cannot write to .*/file/aft"):
         save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)
     assert sorted(path.name for path in vit.iterdir()) == before
     save_converted(vit, ".", **OPTIONS)

@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(finished
     files = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     assert finish(launch(_run_with_little_room, (values,))) == [1]
     message = Path(f"{directory}.error").read_text()
-    assert f"OSError: cannot write the model and its results to {directory} (" in message
+    assert f"OSError: cannot write to {directory} (" in message
     assert "free disk space and run the same command again to write them" in message and message.count("\n") == 1
     assert {path: path.read_bytes() for path in directory.iterdir() if path.is_file()} == files
     assert not list(directory.glob(".*"))

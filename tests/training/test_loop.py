@@ -193,9 +193,9 @@ def test_a_run_refuses_to_resume_with_another_recipe(tmp_path):
     run(values)
     for changed, told in (
         ({"optimizer": {"learning_rate": 2e-2, "weight_decay": 0.1}}, "optimizer.learning_rate=0.01, and .* has 0.02"),
-        ({"global_batch_size": 16}, "global_batch_size=8, and the recipe has 16"),
-        ({"seed": 1}, "seed=0, and the recipe has 1"),
-        ({"model": values["model"] | {"num_hidden_layers": 3}}, "model.num_hidden_layers=., and the recipe has 3"),
+        ({"global_batch_size": 16}, "global_batch_size=8, and this run has 16"),
+        ({"seed": 1}, "seed=0, and this run has 1"),
+        ({"model": values["model"] | {"num_hidden_layers": 3}}, "model.num_hidden_layers=., and this run has 3"),
     ):
         with pytest.raises(ValueError, match=told):
             run(values | changed)

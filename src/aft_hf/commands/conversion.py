@@ -15,6 +15,9 @@ from ..data.classes import chooses_a_class, other_task
 
 
 DISTILLATION_MINUTES = 15.0  # default budget
+# Options of `save_converted` by the same name.
+PASSED_ON = ("overwrite", "kernel_size", "num_heads", "window_size", "position_bias_multiplier", "num_labels")
+PASSED_ON += ("source_num_heads", "seed")
 OF_DISTILLATION = ("steps", "minutes", "batch_size", "learning_rate", "augmentation", "augmentation_probability")
 
 # Options of `convert`, by the panel of its help.
@@ -111,21 +114,14 @@ def convert_command(
     model, report = save_converted(
         source,
         out,
-        overwrite=overwrite,
         aft_type=types[0] if len(types) == 1 else types,
-        kernel_size=kernel_size,
-        num_heads=num_heads,
-        window_size=window_size,
         position_bias_dim=position_bias_dim or None,
-        position_bias_multiplier=position_bias_multiplier,
         image_size=_parse_size("--image-size", image_size),
-        num_labels=num_labels,
         init=init,
         images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
         source_image_size=_parse_size("--source-image-size", source_image_size),
-        source_num_heads=source_num_heads,
-        seed=seed,
         distillation=distillation if distill else None,
+        **{name: context.params[name] for name in PASSED_ON},
     )
     name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
     name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""

@@ -29,10 +29,10 @@ from ..data.classes import require_a_class, teacher_classes
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
-from ..errors import explain, shortened
+from ..errors import explain
 from ..modeling_aft import AFTForImageClassification
 from ..reading import Document
-from ..running.checkpoints import Checkpoints, find_changes, read_manifest, remove_checkpoints
+from ..running.checkpoints import Checkpoints, read_manifest, refuse_changes, remove_checkpoints
 from ..running.ownership import owned
 from ..running.steps import Training, take_steps
 from .source import VisionTransformerSource
@@ -316,12 +316,7 @@ class _Run(Training):
         path = self.checkpoints.newest()
         if path is not None:
             manifest = read_manifest(path)
-            if changes := find_changes(manifest.recipe, self.identity):
-                told = shortened("; ".join(f"{name}: {old!r}, now {new!r}" for name, (old, new) in changes.items()))
-                raise ValueError(
-                    f"{self.checkpoints.directory} contains checkpoints of another distillation ({told}); give the "
-                    "earlier values, or remove the directory"
-                )
+            refuse_changes(path, manifest.recipe, self.identity, "remove the directory to begin again")
             self.checkpoints.load(path)
             self.step = manifest.step
             self.seconds = manifest.record.seconds

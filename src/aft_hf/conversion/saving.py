@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -82,10 +81,8 @@ def save_converted(
             if writes:
                 with _locked(directory):
                     _write(directory, source, overwrite, model, processor, report)
-        except ConversionError as error:
+        except (ConversionError, OSError) as error:
             raise ConversionError(f"{error}{advice}") from error
-        except (OSError, SafetensorError) as error:
-            raise ConversionError(f"{directory}: cannot be written ({first_line(error)}){advice}") from error
     return model, report
 
 
@@ -139,12 +136,17 @@ def _write(
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Raise an OSError if another process writes a conversion to a directory: their files would mix."""
-    with FileLock(directory / LOCK, timeout=0):
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # Windows deletes it at the release
-                (directory / LOCK).unlink()
+    lock = FileLock(directory / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise OSError(f"cannot write to {directory} ({first_line(error)})") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows deletes it at the release
+            (directory / LOCK).unlink()
+        lock.release()
 
 
 def _check_target(directory: Path, overwrite: bool) -> set[str]:

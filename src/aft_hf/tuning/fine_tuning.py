@@ -16,7 +16,6 @@ from typing import Annotated, Any, cast
 import torch
 from datasets import DatasetDict
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -42,11 +41,10 @@ from ..data.classes import require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples, sum_arrays
-from ..errors import first_line, shortened
 from ..loading import load, load_trained
 from ..publishing import write_card
 from ..reading import Document, read_json
-from ..running.checkpoints import find_changes
+from ..running.checkpoints import DATA, refuse_changes
 from ..running.ownership import owned, refuse_links
 from ..running.safe_loading import data_only
 from ..training.metrics import accuracy
@@ -62,7 +60,7 @@ ALL_RESULTS = "all_results.json"
 SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "data_seed", "label_smoothing_factor", "learning_rate"]
 SAME += ["lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "seed", "warmup_steps"]
 SAME += ["train_sampling_strategy", "weight_decay"]
-DATA, IDENTITY = "training data", "aft_hf"  # keys of `Identity`, and of its values in the state of Trainer
+IDENTITY = "aft_hf"  # key of the values of `Identity` in the state of Trainer
 
 
 def parse_arguments(words: Sequence[str]) -> TrainingArguments:
@@ -209,13 +207,7 @@ class Identity(TrainerCallback):
         if not isinstance(saved, dict):
             logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
             return
-        changes = find_changes(saved, self.values)
-        for name in sorted(changes, key=lambda name: name != DATA):  # classes of other data change the model, too
-            old, new = changes[name]
-            how = "other training data" if name == DATA else f"{name}={old!r}, and this run has {new!r}"
-            raise ValueError(
-                f"{checkpoint} was made with {shortened(how)}: give the same, or another --output-dir for a new run"
-            )
+        refuse_changes(checkpoint, saved, self.values, "another --output-dir for a new run")
 
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
@@ -374,14 +366,8 @@ class FineTuner(Trainer):
         if not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        directory = Path(str(output_dir or self.args.output_dir))
-        try:
-            with move_into(directory) as aside:
-                super()._save(str(aside), state_dict)
-        except (OSError, RuntimeError, SafetensorError) as error:  # each writer raises its own type of error
-            raise OSError(
-                f"cannot write the model to {directory} ({first_line(error)}); the files in it are unchanged"
-            ) from error
+        with move_into(Path(str(output_dir or self.args.output_dir))) as aside:
+            super()._save(str(aside), state_dict)
 
 
 def distillation_loss(
