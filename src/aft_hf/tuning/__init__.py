@@ -1,1 +1,1 @@
-"""Fine-tuning and evaluation of saved models."""
+"""Fine-tuning of saved image classifiers by transformers' Trainer, and evaluation of saved models."""
