@@ -55,7 +55,7 @@ PIXELS = torch.zeros(2, 3, 32, 32)
     [
         (WEIGHTS, Path.unlink, "no model.safetensors"),
         (WEIGHTS, edited(lambda t: t.pop(f"{LAYER}.1.output.dense.weight")), "Missing key.*layers.1.mlp.fc2.weight"),
-        (WEIGHTS, edited(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is no tensor"),
+        (WEIGHTS, edited(lambda t: t.update({f"{LAYER}.0.lambda1": torch.zeros(3)})), "lambda1 is not a tensor"),
         (
             WEIGHTS,
             edited(lambda t: t.update({f"{LAYER}.0.output.dense.weight": torch.zeros(24, 41)})),
@@ -128,7 +128,7 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
         (lambda t: t.pop("patch_embed.proj.weight"), "contains no state dict of a ViT"),
         (
             lambda t: t.update({"patch_embed.proj.weight": torch.zeros(24, 192)}),
-            "projection.weight.* not those of a ViT",
+            "projection.weight.* not have the shapes",
         ),
         (
             lambda t: t.update({"head_dist.weight": torch.zeros(3, 24)}),
@@ -142,7 +142,7 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
         (lambda t: t.pop("pos_embed"), "has no embeddings.position_embeddings"),
         (lambda t: t.update({"blocks.1.ls1.gamma": torch.zeros(23)}), "blocks.1.ls1.gamma"),
         (lambda t: t.update({"blocks.9.ls1.gamma": torch.zeros(24)}), "once: blocks.9.ls1.gamma"),
-        (lambda t: t.update({"layers.0.mlp.fc1.bias": torch.zeros(MLP)}), "fc1.bias .* has another name"),
+        (lambda t: t.update({"layers.0.mlp.fc1.bias": torch.zeros(MLP)}), "fc1.bias .* under two names"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
     ],
 )

@@ -300,8 +300,8 @@ class Run(Training):
             "recipe": portable(self.recipe.model_dump()),
             "versions": versions(),
         }
-        done = f"all steps are done and saved in {self.checkpoints.directory}: repeat the command to write the results"
-        with move_into(directory, done) as aside:
+        done = f"all steps are done and saved in {self.checkpoints.directory}"
+        with move_into(directory, f"{done}: free disk space and run the same command again to write them") as aside:
             # For `from_pretrained`, without the wrappers of training.
             model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
             model.load_state_dict(weights)
