@@ -62,8 +62,8 @@ PYTEST := $(RUN) -m pytest -n logical --maxprocesses 8 --dist worksteal
 test: install  ## Run all tests except the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: install  ## Run all tests, with more examples of each property-based test
-	HYPOTHESIS_PROFILE=all $(PYTEST) $(ARGS)
+test-all: install  ## Run all tests
+	$(PYTEST) $(ARGS)
 
 coverage: $(KERNELS_INSTALLED)  ## Run the tests of make test with line coverage, which must be at least 90 %
 	$(PYTEST) -m "not slow" --cov --cov-report=term-missing $(ARGS)

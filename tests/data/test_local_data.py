@@ -301,7 +301,9 @@ def test_a_named_dataset_whose_path_would_be_a_pattern_is_refused(tmp_path, name
         load_named(str(tmp_path / name))
     if "::" in name:
         write_file(tmp_path / name / "train.parquet", "text")
-        with pytest.raises(ValueError, match=r"a::b/train.parquet at ::; rename it"):
+        with pytest.raises(
+            ValueError, match=r"a::b/train.parquet contains '::', which datasets reads as a chained URL; rename"
+        ):
             load_local(tmp_path / name / "train.parquet")
 
 
