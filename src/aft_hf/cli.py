@@ -41,9 +41,12 @@ def options(
     pass
 
 
-commands = [convert_command, train_command, evaluate_command, benchmark_command, visualize_command, publish_command]
-for command in commands:
-    app.command(command.__name__.removesuffix("_command"))(command)
+app.command("convert")(convert_command)
+app.command("train")(train_command)
+app.command("evaluate")(evaluate_command)
+app.command("benchmark")(benchmark_command)
+app.command("visualize")(visualize_command)
+app.command("publish")(publish_command)
 # The options of transformers' `TrainingArguments` have underscores; those of this command may be written so, too.
 unknown = {"ignore_unknown_options": True, "allow_extra_args": True}
 hyphens = {**unknown, "token_normalize_func": lambda name: name.replace("_", "-")}

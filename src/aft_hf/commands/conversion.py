@@ -16,8 +16,8 @@ from ..data.classes import chooses_a_class, other_task
 
 DISTILLATION_MINUTES = 15.0  # default budget
 # Options of `save_converted` by the same name.
-PASSED_ON = ("overwrite", "kernel_size", "num_heads", "window_size", "position_bias_multiplier", "num_labels")
-PASSED_ON += ("source_num_heads", "seed")
+PASSED_ON: tuple[str, ...] = ("overwrite", "kernel_size", "num_heads", "window_size", "position_bias_multiplier")
+PASSED_ON += ("num_labels", "source_num_heads", "seed")
 OF_DISTILLATION = ("steps", "minutes", "batch_size", "learning_rate", "augmentation", "augmentation_probability")
 
 # Options of `convert`, by the panel of its help.
