@@ -316,7 +316,7 @@ class _Run(Training):
         path = self.checkpoints.newest()
         if path is not None:
             manifest = read_manifest(path)
-            refuse_changes(path, manifest.recipe, self.identity, "remove the directory to begin again")
+            refuse_changes(path, manifest.recipe, self.identity, f"remove {self.checkpoints.directory}")
             self.checkpoints.load(path)
             self.step = manifest.step
             self.seconds = manifest.record.seconds
