@@ -34,11 +34,12 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification
-from aft_hf.data.atomic_files import write_json
+from aft_hf.atomic_files import write_json
+from aft_hf.console import reported
 from aft_hf.data.loading import load_local
 from aft_hf.loading import load, load_trained
-from aft_hf.reading import read_json, reported
-from aft_hf.training.evaluation import evaluate_classifier
+from aft_hf.reading import read_json
+from aft_hf.tuning.evaluation import evaluate_classifier
 
 
 SIZES = ["--kernel-size", 7, "--num-heads", 32]  # of the AFT-convs

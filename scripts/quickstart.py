@@ -43,14 +43,13 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.analysis import plot_position_biases
 from aft_hf.configuration_aft import pair
+from aft_hf.console import no_bars_in_logs, reported
 from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, adapt_to_image_size, read_images, save_converted
-from aft_hf.progress import no_bars_in_logs
-from aft_hf.reading import reported
+from aft_hf.running.checkpoints import remove_checkpoints
+from aft_hf.running.ownership import owned
 from aft_hf.training import build_optimizer
-from aft_hf.training.checkpoints import remove_checkpoints
 from aft_hf.training.loop import join_processes
 from aft_hf.training.loop import train as train_recipe
-from aft_hf.training.ownership import owned
 from aft_hf.training.recipe import load_recipe
 
 

@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 benchmarking.keep_freed_memory = cli.keep_freed_memory = lambda: None
 
 ROOT = Path(__file__).parents[1]
+pytest.register_assert_rewrite("runs")  # to report the values in its assertions
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -74,7 +74,7 @@ def test_language_models_take_training_steps_at_their_own_length(saved, quick, r
         (["nothing"], "nothing: no such directory"),
     ],
 )
-def test_what_does_not_compare_is_one_line(saved, quick, run_command, words, said):
+def test_models_that_cannot_be_compared_end_the_benchmark_in_one_line(saved, quick, run_command, words, said):
     done = run_command("aft-hf", "benchmark", *(saved / x if x in ("gpt2", "vit", "nothing") else x for x in words))
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 

@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTConfig, AFTForImageClassification, cli
+from aft_hf.console import plain_output
 from aft_hf.conversion import REPORT_NAME
-from aft_hf.progress import plain_output
-from aft_hf.training.checkpoints import Manifest, Record, write_manifest
+from aft_hf.running.checkpoints import Manifest, Record, write_manifest
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ TAKING = {
 }
 DAMAGES = {
     "holds NaN or infinity": lambda x: x.fill_(torch.nan),
-    "is torch.int32; weights must be": lambda x: x.int(),
+    "has the dtype torch.int32; ": lambda x: x.int(),
 }
 
 
@@ -170,7 +170,7 @@ def test_every_command_refuses_damaged_weights_by_name(command, told, models, tm
 
 
 @pytest.mark.parametrize("options", [{"problem_type": "multi_label_classification"}, {"problem_type": "regression"}])
-def test_one_answer_for_models_that_do_not_choose_a_class(options, models, tmp_path, aft_hf, monkeypatch):
+def test_all_commands_refuse_multi_label_models_and_regressions_alike(options, models, tmp_path, aft_hf, monkeypatch):
     for each in models.iterdir():
         (tmp_path / each.name).symlink_to(each)
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,14 @@
-"""Remote code: the files at the top level of the package can be saved with a checkpoint and loaded without aft-hf.
+"""What imports what: files that are saved with a checkpoint load without aft-hf, and imports never lead upwards.
 
 Transformers resolves only one level of `from .name import ...` in remote code. So these files import only torch,
 transformers, huggingface_hub, the standard library and each other, never a sub-package. Optional dependencies are
 imported in a `try`, since transformers requires all others to be installed.
+
+A room is a folder of the package or a module at its top level; all files that are saved are one room, "core".
 """
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +19,21 @@ import aft_hf
 
 
 PACKAGE = Path(aft_hf.__file__).parent
-# These modules of the installed package are not saved with checkpoints.
-ABOVE = ("__init__", "__main__", "benchmarking", "cli", "exporting", "limits", "loading", "progress", "reading")
-FLAT = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in ABOVE)
+FLAT = sorted(PACKAGE.glob("*_aft.py"))
+# The rooms of the package, from the top floor down. A room imports only rooms of lower floors.
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("commands",),
+    ("tuning",),
+    ("publishing", "__init__"),
+    ("training", "conversion", "benchmarking"),
+    ("data", "running", "analysis"),
+    ("loading", "exporting", "parallel", "kernels"),
+    ("limits", "reading", "console", "atomic_files"),
+    ("core", "errors", "_version"),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALLOWED = {"torch", "transformers", "huggingface_hub", *sys.stdlib_module_names}
 OPTIONAL = {"triton"}
 
@@ -32,6 +47,46 @@ def imports(path):
             yield from ((0, alias.name, node in tried) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", node in tried
+
+
+def name_of(path):
+    """Return the dotted name of a module of the package, without that of the package: "" for the package itself."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+def room_of(module):
+    room = module.partition(".")[0] or "__init__"
+    return "core" if room.endswith("_aft") else room
+
+
+def imported_modules(path, modules):
+    """Return the modules of the package that a file imports, also in functions and for types only."""
+    place = path.relative_to(PACKAGE).parent.parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            start = [*place[: len(place) + 1 - node.level], *filter(None, [node.module])]
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == PACKAGE.name:
+            start = node.module.split(".")[1:]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == PACKAGE.name for name in names), f"{path}: use a relative import"
+            continue
+        for alias in node.names:
+            whole = ".".join([*start, alias.name])
+            found.add(whole if whole in modules else ".".join(start))
+    return found
+
+
+def test_no_import_leads_to_a_room_of_the_same_or_a_higher_floor_and_no_files_import_each_other_in_a_circle():
+    modules = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+    imported = {name: imported_modules(path, modules) for name, path in modules.items()}
+    pairs = [(name, other) for name, others in imported.items() for other in others]
+    between = [(name, other) for name, other in pairs if room_of(name) != room_of(other)]
+    assert len(between) > 150
+    assert [pair for pair in between if FLOOR_OF[room_of(pair[0])] >= FLOOR_OF[room_of(pair[1])]] == []
+    graphlib.TopologicalSorter(imported).prepare()  # raises an error that lists the files of a circle
+    assert {room_of(name) for name in modules} == FLOOR_OF.keys()
 
 
 @pytest.mark.parametrize("path", FLAT, ids=lambda path: path.name)

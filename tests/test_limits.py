@@ -15,12 +15,12 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from aft_hf import build_byte_tokenizer, limits
 from aft_hf.data.text import tokenize_file
+from aft_hf.errors import UnreadableError
 from aft_hf.limits import limited
 from aft_hf.loading import load
-from aft_hf.reading import UnreadableError
-from aft_hf.training.evaluation import evaluate_language_model
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import BytesTask
+from aft_hf.tuning.evaluation import evaluate_language_model
 
 
 pytestmark = [
@@ -166,7 +166,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("case", CLASSES)
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_a_tokenizer_is_a_tokenizer(saved, tmp_path, file, case):
+def test_classes_that_are_no_tokenizer_are_refused_as_tokenizer_class(saved, tmp_path, file, case):
     folder = planted(saved, tmp_path / "model", file, CLASSES[case])
     if file == "config.json":
         (folder / "tokenizer_config.json").unlink()

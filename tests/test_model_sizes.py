@@ -98,7 +98,7 @@ def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_pa
     assert load(AutoModelForCausalLM, tmp_path).config.n_layer == 200
 
 
-def test_the_count_ends_with_the_load(saved, monkeypatch):
+def test_tensors_that_are_built_after_a_load_do_not_count_towards_its_limit(saved, monkeypatch):
     monkeypatch.setattr(loading, "FREE_TENSORS", 0)
     load(MODELS["vit"][0], saved / "vit")
     with torch.device("meta"):
@@ -142,7 +142,7 @@ def test_weights_that_are_integers_in_the_file_are_refused_by_name(saved, tmp_pa
     for part in (first_weight(saved / name), ""):  # one weight, and all of them
         directory = copied(saved / name, tmp_path / part, {})
         rewritten(directory, partial(lambda part, key, x: x.to(dtype) if part in key else x, part), pickled)
-        with pytest.raises(UnreadableError, match=r"is torch\..*; weights must be floating point"):
+        with pytest.raises(UnreadableError, match=r"has the dtype torch\..*; give floating-point weights"):
             load(MODELS[name][0], directory)
 
 
@@ -150,7 +150,7 @@ def test_parameters_of_other_names_are_weights_and_buffers_may_be_integers(saved
     directory = copied(saved / "aft", tmp_path / "aft", {})
     rewritten(directory, lambda key, x: x.long() if key.endswith("position_bias_query") else x)
     for kind in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(UnreadableError, match=r"position_bias_query is torch\.int64; weights must be"):
+        with pytest.raises(UnreadableError, match=r"position_bias_query has the dtype torch\.int64; give"):
             load(kind, directory)
     directory = copied(saved / "gpt2", tmp_path / "gpt2", {})
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 9, 9, dtype=torch.uint8) for i in range(2)}

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.cli import app
+from aft_hf.errors import UnreadableError
 from aft_hf.loading import load
 from aft_hf.publishing import publish
-from aft_hf.reading import UnreadableError
-from tests.training.runs import Payload, saved_payload
+from tests.runs import Payload, saved_payload
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")

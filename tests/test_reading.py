@@ -11,20 +11,17 @@ import torch
 from pydantic import Field
 from torch.utils.data import DataLoader
 
+from aft_hf.console import TRACEBACK, reported
+from aft_hf.errors import LONGEST_MESSAGE, UnreadableError, explained
 from aft_hf.reading import (
     LARGEST_JSON,
-    LONGEST_MESSAGE,
-    TRACEBACK,
     Document,
     ImageProcessorConfig,
     ModelConfig,
-    UnreadableError,
     WeightsIndex,
-    explained,
     parse_header,
     parse_json,
     read_json,
-    reported,
 )
 
 
@@ -53,7 +50,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_what_is_not_the_document_is_said_in_one_short_line_that_names_file_and_key(tmp_path, case):
+def test_invalid_documents_are_refused_in_one_line_with_the_file_and_the_key(tmp_path, case):
     content, said = UNREADABLE[case]
     path = tmp_path / "example.json"
     path.write_bytes(content)
@@ -158,7 +155,7 @@ def test_an_index_cannot_name_files_elsewhere(name):
     ],
     ids=lambda problem: type(problem).__name__,
 )
-def test_what_a_library_raises_becomes_one_line(problem):
+def test_any_exception_of_a_library_becomes_a_one_line_error(problem):
     with (
         pytest.raises(UnreadableError, match=r"^model: no readable config.json \(") as caught,
         explained("model: no readable config.json"),
@@ -168,7 +165,7 @@ def test_what_a_library_raises_becomes_one_line(problem):
 
 
 @pytest.mark.parametrize("passes", [KeyboardInterrupt, SystemExit, MemoryError, ModuleNotFoundError, UnreadableError])
-def test_what_is_no_fault_of_the_file_passes_and_so_does_the_end_of_a_process(passes):
+def test_interrupts_lack_of_memory_and_missing_packages_pass_unchanged(passes):
     contexts = [explained("model")]
     if issubclass(passes, (KeyboardInterrupt, SystemExit)):
         contexts.append(reported("program"))
@@ -198,7 +195,7 @@ FAILURES = {
     "an error of the user": (lambda: fails(ValueError("x.json: is no\nrecipe")), "x.json: is no recipe"),
     "an error of the system": (lambda: os.stat("/no/such/file"), "No such file"),
     "an error without a message": (lambda: fails(ValueError()), "ValueError"),
-    "a file name in the colors of a terminal": (lambda: fails(ValueError("\x1b[31mx\ud800")), " [31mx "),
+    "a file name in the colors of a terminal": (lambda: fails(ValueError("\x1b[31mx\ud800")), "program: [31mx"),
     "a package that is not installed": (lambda: __import__("no_such_package"), "no_such_package is not installed"),
     "no memory": (lambda: fails(MemoryError()), "out of memory: use a smaller model"),
     "no memory for a tensor": (lambda: torch.empty(2**56), "out of memory: use a smaller model"),
@@ -235,7 +232,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("place", ["a destructor", "a thread"])
-def test_an_error_where_none_can_be_caught_is_one_line(place, capsys):
+def test_errors_in_destructors_and_threads_are_one_line(place, capsys):
     with reported("program"):
         if place == "a thread":
             thread = threading.Thread(target=fails, args=(ValueError("x.json: is\nno recipe"),))

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from aft_hf.reading import reported
+from aft_hf.console import reported
 
 from .cases import all_cases
 from .page import read_records, write_page, write_records

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from aft_hf.analysis.pictures import CURVES, INK, new_figure, save, styled
-from aft_hf.data.atomic_files import write_atomic
+from aft_hf.atomic_files import write_atomic
 
 from .cases import DECODED, DECODING, GROWTH, TABLE, Case
 from .models import Images, Text

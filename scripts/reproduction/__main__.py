@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from aft_hf.benchmarking import keep_freed_memory
-from aft_hf.reading import reported
+from aft_hf.console import reported
 
 from .arms import ARMS
 from .claims import CLAIMS, ORDER

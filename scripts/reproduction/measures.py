@@ -10,9 +10,9 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 
 from aft_hf.loading import load, load_trained
 from aft_hf.mixers_aft import AFTConv
-from aft_hf.training.evaluation import evaluate_classifier
 from aft_hf.training.recipe import BytesRecipe, ImagesRecipe, Recipe, build_recipe
 from aft_hf.training.tasks import TASKS, BytesTask, first_rows, read_rows
+from aft_hf.tuning.evaluation import evaluate_classifier
 
 
 LONGER = (1, 2, 4, 8)  # multiples of the sequence length in training

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aft_hf.analysis.pictures import CURVES, new_figure, save, styled
-from aft_hf.data.atomic_files import write_atomic
+from aft_hf.atomic_files import write_atomic
 from scripts.benchmark.page import write_records
 
 from .arms import ARMS

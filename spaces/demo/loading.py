@@ -18,7 +18,8 @@ from transformers import (
 import aft_hf
 from aft_hf import loading as safely
 from aft_hf.data.pixel_sequences import START_TOKEN
-from aft_hf.reading import UnreadableError, explained, first_line, parse_header, read_text
+from aft_hf.errors import UnreadableError, explained, first_line
+from aft_hf.reading import parse_header, read_text
 
 
 IMAGE, TEXT, PIXEL = "image", "text", "pixel"  # the kind of model of each tab

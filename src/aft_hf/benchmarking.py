@@ -19,9 +19,9 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from . import modeling_aft
+from .console import plain_console
+from .errors import explained
 from .loading import load
-from .progress import plain_console
-from .reading import explained
 
 
 Call = Callable[[], object]

@@ -1,30 +1,20 @@
 """The command line interface `aft-hf`. Every sub-command is a thin call into the package."""
 
-import re
-import shlex
 import sys
 from contextlib import nullcontext
-from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from platform import python_version
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .analysis.command import visualize_command
 from .benchmarking import benchmark_command, keep_freed_memory
-from .conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
-from .conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
-from .data.classes import chooses_a_class, other_task
-from .progress import no_bars_in_logs, plain_console, plain_output
-from .publishing.command import publish_command
-from .reading import reported
-from .training.command import evaluate_command, finetune_command, train_command
+from .commands.conversion import convert_command
+from .commands.publishing import publish_command
+from .commands.training import evaluate_command, finetune_command, train_command
+from .commands.visualization import visualize_command
+from .console import no_bars_in_logs, plain_output, reported
 
-
-DISTILLATION_MINUTES = 15.0  # default budget
-OF_DISTILLATION = ("steps", "minutes", "batch_size", "learning_rate", "augmentation", "augmentation_probability")
 
 app = typer.Typer(
     help="Attention Free Transformer for the Hugging Face ecosystem.",
@@ -51,191 +41,24 @@ def options(
     pass
 
 
+app.command("convert")(convert_command)
 app.command("train")(train_command)
-# The options of transformers' `TrainingArguments` have underscores; those of this command may be written so, too.
-others = {"ignore_unknown_options": True, "allow_extra_args": True}
-app.command("finetune", context_settings={**others, "token_normalize_func": lambda name: name.replace("_", "-")})(
-    finetune_command
-)
 app.command("evaluate")(evaluate_command)
-app.command("publish")(publish_command)
 app.command("benchmark")(benchmark_command)
 app.command("visualize")(visualize_command)
+app.command("publish")(publish_command)
+# The options of transformers' `TrainingArguments` have underscores; those of this command may be written so, too.
+unknown = {"ignore_unknown_options": True, "allow_extra_args": True}
+hyphens = {**unknown, "token_normalize_func": lambda name: name.replace("_", "-")}
+app.command("finetune", context_settings=hyphens)(finetune_command)
 
 
-@app.command("transformers", add_help_option=False, context_settings=others)
+@app.command("transformers", add_help_option=False, context_settings=unknown)
 def transformers_command(context: typer.Context) -> None:
     """Run a command of transformers with AFT registered, for example `aft-hf transformers serve MODEL` or `chat`."""
-    from transformers.cli.transformers import app as commands  # slow to import
+    from transformers.cli.transformers import app as others  # slow to import
 
-    commands(args=context.args, prog_name="aft-hf transformers")
-
-
-# Options of `convert`, by the panel of its help.
-in_model, in_source, in_start, in_distillation = (
-    partial(typer.Option, rich_help_panel=name) for name in ("AFT", "Source", "Initial weights", "Distillation")
-)
-
-
-@app.command()
-def convert(
-    context: typer.Context,
-    source: Annotated[
-        str, typer.Argument(help="ViT or DeiT of transformers, timm or the original DeiT: directory, file or Hub id.")
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory to write the converted AFT model to.")],
-    aft_type: Annotated[
-        list[str] | None,
-        in_model(help="conv (default), full, local or simple; for one per layer, repeat it or separate by commas."),
-    ] = None,
-    kernel_size: Annotated[int, in_model(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
-    num_heads: Annotated[
-        int | None, in_model(help="Position-bias heads h. Default: 1; with conv, one for each 24 features.")
-    ] = None,
-    window_size: Annotated[int, in_model(help="Window size s of local.")] = WINDOW_SIZE,
-    position_bias_dim: Annotated[
-        int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
-    ] = POSITION_BIAS_DIM,
-    position_bias_multiplier: Annotated[
-        float, in_model(help="Factor on position biases, so that they train faster; 1 in the paper.")
-    ] = POSITION_BIAS_MULTIPLIER,
-    image_size: Annotated[
-        str | None, in_model(help="224, or 224x384 for height x width. Default: that of the source.")
-    ] = None,
-    num_labels: Annotated[
-        int | None, in_model(min=1, metavar="<int>", help="Classes of a new classifier, if the source has none.")
-    ] = None,
-    init: Annotated[
-        str | None,
-        in_start(
-            help="Initial position biases and keys: paper (those of a new model) or, for conv, attention (fitted to "
-            "the source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
-        ),
-    ] = None,
-    images: Annotated[
-        Path | None,
-        in_start(help="Images for --init attention and --distill: a folder of images, a file, or parquet files."),
-    ] = None,
-    num_images: Annotated[int, in_start(help="Number of images that --init attention uses.")] = 256,
-    distill: Annotated[
-        bool, in_distillation("--distill", help="Train the AFT on the source's outputs for --images, without labels.")
-    ] = False,
-    minutes: Annotated[
-        float | None, in_distillation(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES}.")
-    ] = None,
-    steps: Annotated[int | None, in_distillation(help="Budget in steps, in place of --minutes; reproducible.")] = None,
-    batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
-    learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
-    augmentation: Annotated[
-        str, in_distillation(help="none, shift, crop or resized_crop; both crops also flip.")
-    ] = "shift",
-    augmentation_probability: Annotated[
-        float,
-        in_distillation(help="Probability that an image is augmented. Give 1 if the source was trained with it."),
-    ] = 0.5,
-    seed: Annotated[
-        int, in_start(min=0, max=2**32 - 1, metavar="<int>", help="Seed of new weights and of --distill.")
-    ] = 0,
-    source_image_size: Annotated[
-        str | None, in_source(help="Image size of the source if its checkpoint does not contain it.")
-    ] = None,
-    source_num_heads: Annotated[
-        int | None,
-        in_source(help="Attention heads of the source if not in its checkpoint. Default: width / 64; 16 if huge."),
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept."),
-    ] = False,
-) -> None:
-    """Convert a trained ViT or DeiT into an AFT.
-
-    Fine-tune the result, or use --distill for a model that is ready to use.
-    """
-    distillation: dict[str, Any] = {name: context.params[name] for name in OF_DISTILLATION}
-    if minutes is None and steps is None:
-        distillation["minutes"] = DISTILLATION_MINUTES
-    types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
-    if init is None:
-        init = "attention" if distill and set(types) == {"conv"} else "paper"
-    _refuse_unused(context, distill, init)
-    if distill:
-        if images is None:
-            raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
-        distillation["images"] = ImagesOnDisk(images)
-    model, report = save_converted(
-        source,
-        out,
-        overwrite=overwrite,
-        aft_type=types[0] if len(types) == 1 else types,
-        kernel_size=kernel_size,
-        num_heads=num_heads,
-        window_size=window_size,
-        position_bias_dim=position_bias_dim or None,
-        position_bias_multiplier=position_bias_multiplier,
-        image_size=_parse_size("--image-size", image_size),
-        num_labels=num_labels,
-        init=init,
-        images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
-        source_image_size=_parse_size("--source-image-size", source_image_size),
-        source_num_heads=source_num_heads,
-        seed=seed,
-        distillation=distillation if distill else None,
-    )
-    name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
-    name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""
-    can_train = chooses_a_class(model.config)
-    can_distill = not distill and num_labels is None and can_train
-    words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
-    words += ["--teacher", source] if num_labels is None else []  # a source without classes teaches none
-    words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
-    step = "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):"
-    console = plain_console()
-    for line in (
-        f"{report.summary()}; {REPORT_NAME} names them",
-        _proof(report),
-        f"weights of the source: {report.options['source_weights']}",
-        f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
-        f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
-        *([step, f"  {shlex.join(words)}"] if can_train else [f"{out}: {other_task(model.config)}"]),
-        *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
-    ):
-        console.print(line, soft_wrap=True)
-
-
-def _refuse_unused(context: typer.Context, distill: bool, init: str) -> None:
-    """Raise a `ValueError` that names the given options that have no effect, and what they need."""
-    needs = {} if distill else dict.fromkeys(OF_DISTILLATION, "--distill")
-    if init == "paper":
-        needs["num_images"] = "--init attention"
-        if not distill:
-            needs["images"] = "--distill or --init attention"
-    sources = {name: context.get_parameter_source(name) for name in needs}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if given:
-        raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))
-
-
-def _proof(report: ConversionReport) -> str:
-    """One line with the verification of a conversion, or with the result of a distillation."""
-    if "distillation" not in report.options:
-        return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
-    done = report.options["distillation"]
-    return (
-        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
-        f"source agree on {done['agreement']:.1%} of the images of the last steps "
-        f"(KL {done['divergence']:.3f} nats)"
-    )
-
-
-def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:
-    """Parse an image size: "224" for a square, "224x384" for height x width."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-    if match is None:
-        raise ValueError(f"{option} {text!r} is not a size in pixels: give 224, or 224x384 for height x width")
-    return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
+    others(args=context.args, prog_name="aft-hf transformers")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .reading import UnreadableError, is_out_of_memory
+from .errors import UnreadableError, is_out_of_memory
 
 
 MEMORY, SECONDS = 2**32, 20  # bytes that a process may allocate, and seconds that it may compute

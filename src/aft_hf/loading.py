@@ -38,18 +38,9 @@ from transformers.utils import (
 )
 from transformers.utils.import_utils import DummyObject
 
+from .errors import UnreadableError, explained, shortened
 from .limits import limited
-from .reading import (
-    ImageProcessorConfig,
-    ModelConfig,
-    ProcessorConfig,
-    TokenizerConfig,
-    UnreadableError,
-    WeightsIndex,
-    explained,
-    read_json,
-    shortened,
-)
+from .reading import ImageProcessorConfig, ModelConfig, ProcessorConfig, TokenizerConfig, WeightsIndex, read_json
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
@@ -241,7 +232,7 @@ def _check_weights(source: Any, model: Any, directory: Path, error: type[ValueEr
             # Buffers may be integers. Names of modules differ in files of earlier versions.
             is_weight = name.endswith(".weight") or name.removeprefix(prefix) in floats
             if is_weight and not tensor.is_floating_point():
-                raise error(f"{source}: {name} is {tensor.dtype}; weights must be floating point: save it again")
+                raise error(f"{source}: {name} has the dtype {tensor.dtype}; give floating-point weights")
 
 
 def _image_processor_type(values: dict[str, Any], config: ModelConfig) -> str:

@@ -143,7 +143,7 @@ def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_n
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [
-        ("vit", "biases", [], "is no AFT but a vit"),
+        ("vit", "biases", [], "is a vit, not an AFT"),
         ("image", "keys", [], "give --images"),
         ("text", "keys", [], "give --text"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
@@ -152,7 +152,9 @@ def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_n
         ("image", "losses", [], "results.json"),
     ],
 )
-def test_what_cannot_be_drawn_ends_in_a_message(checkpoints, name, kind, options, message):
+def test_a_checkpoint_or_option_that_visualize_cannot_draw_ends_in_a_one_line_error(
+    checkpoints, name, kind, options, message
+):
     options = [checkpoints / "images" if option == "images" else option for option in options]
     done = visualize(checkpoints / name, kind, *options)
     assert done.exit_code == 1 and isinstance(done.exception, (ValueError, OSError))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from aft_hf.training.evaluation import evaluate_language_model
+from aft_hf.tuning.evaluation import evaluate_language_model
 
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: run `make clients`")

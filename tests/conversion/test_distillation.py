@@ -26,8 +26,8 @@ from aft_hf.conversion import (
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import DistillationOptions, distill, rate, student_losses, weight_of_hidden_states
 from aft_hf.publishing import write_card
-from aft_hf.training.ownership import RUN, owned
-from aft_hf.training.steps import StopSignal
+from aft_hf.running.ownership import RUN, owned
+from aft_hf.running.steps import StopSignal
 
 
 CHECKPOINTS = ".out-distillation"
@@ -121,7 +121,7 @@ def test_checkpoints_of_another_conversion_are_refused(source, images, tmp_path,
         (r"conversion\.init", source, images, {"conversion": {"init": "attention"}}),
         ("learning_rate", source, images, {"learning_rate": 1e-4}),
     ):
-        with pytest.raises(ValueError, match=rf"another distillation was begun there \({told}: "):
+        with pytest.raises(ValueError, match=f"was made with {told}=.*: give the same, or remove"):
             distill(converted(source), teacher, pictures, **same | changes)
 
 
@@ -152,13 +152,13 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(source, images, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"minutes": 1}, "takes steps or minutes"),
+        ({"minutes": 1}, "give either steps or minutes"),
         ({"steps": 0}, "steps=0: must be greater than 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be"),
         ({"augmentation": "rotate"}, "augmentation='rotate': must be 'none', 'shift'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(source, images, options, message):
+def test_invalid_options_of_a_distillation_are_refused_by_name(source, images, options, message):
     with pytest.raises(ValueError, match=message) as error:
         run(source, images, **options)
     assert "\n" not in str(error.value)
@@ -311,7 +311,7 @@ def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "more/notes.txt", "step-500/notes.txt"])
-def test_what_lies_beside_the_checkpoints_stays(vit, images, tmp_path, name):
+def test_other_files_beside_the_checkpoints_of_a_distillation_stay(vit, images, tmp_path, name):
     (tmp_path / CHECKPOINTS / name).parent.mkdir(parents=True)
     (tmp_path / CHECKPOINTS / name).write_text("mine")
     save(vit, tmp_path / "out", images)
@@ -345,7 +345,7 @@ def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, m
     assert done["steps"] == int(saved.name[-9:]) and not (tmp_path / CHECKPOINTS).exists()
 
 
-def test_what_another_process_has_written_there_meanwhile_stays(vit, images, tmp_path, monkeypatch):
+def test_files_that_another_process_writes_into_the_output_meanwhile_stay(vit, images, tmp_path, monkeypatch):
     convert = saving._convert
 
     def convert_meanwhile(*arguments):

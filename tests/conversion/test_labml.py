@@ -66,7 +66,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize("length", [LENGTH, 4])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_layer_is_that_of_the_formula(length, bias, causal):
+def test_a_converted_labml_layer_computes_eq_2(length, bias, causal):
     state, x = layer_state() if bias else layer_without_biases(), torch.randn(length, 3, WIDTH)
     mixer = convert_labml(state, causal=causal)
     assert type(mixer) is AFTLocal and mixer.window == WINDOW and (mixer.q_proj.bias is not None) == bias
@@ -74,7 +74,7 @@ def test_a_layer_is_that_of_the_formula(length, bias, causal):
     close(mixer(x.transpose(0, 1)).transpose(0, 1), layer_formula(state, x.double(), mask))
 
 
-def test_masks_are_permuted_and_a_padding_mask_is_something_else():
+def test_converted_layers_take_attention_masks_in_the_layout_of_transformers():
     state, x = layer_state(), torch.randn(LENGTH, 2, WIDTH)
     mask = causal_mask(LENGTH).repeat(1, 1, 2)
     mask[:, :3, 1] = False  # the second sequence begins at position 3
@@ -95,7 +95,7 @@ def with_a_bias_of_the_head():
     return state | {name: state[name][:WIDTH] for name in names[:2]} | {names[2]: torch.randn(WIDTH)}
 
 
-def test_a_model_is_that_of_the_formula_and_can_be_saved(tmp_path):
+def test_a_converted_labml_model_has_the_outputs_of_the_original_and_can_be_saved(tmp_path):
     state, tokens = with_a_bias_of_the_head(), torch.randint(WIDTH, (LENGTH, 3))
     model = convert_labml(state)
     close(model(tokens.T).logits.transpose(0, 1), model_formula(state, tokens))
@@ -111,7 +111,7 @@ def test_embeddings_without_positions_are_not_scaled():
     close(convert_labml(plain)(tokens.T).logits.transpose(0, 1), model_formula(without, tokens))
 
 
-def test_a_bias_of_the_head_that_no_norm_can_stand_for_is_refused():
+def test_a_head_bias_that_no_layer_norm_bias_can_replace_is_refused():
     state = model_state()
     state["generator.projection.bias"] = torch.randn(TOKENS)
     with pytest.raises(ConversionError, match="one of 5 tokens with 4 features"):
@@ -125,12 +125,12 @@ def test_a_bias_of_the_head_that_no_norm_can_stand_for_is_refused():
     [
         (lambda state: state.pop("encoder.norm.bias"), "aft.layernorm.bias"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), r"\(6, 3\), \(6, 6\)"),
-        (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "no window around"),
+        (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "must be a window around"),
         (lambda state: state.clear(), r"got \[\]"),
-        (lambda state: state.update({"src_embed.weight": torch.zeros(TOKENS, WIDTH)}), "there twice"),
+        (lambda state: state.update({"src_embed.weight": torch.zeros(TOKENS, WIDTH)}), "stand for the same tensor"),
     ],
 )
-def test_weights_of_something_else_are_refused(change, message):
+def test_conversion_from_labml_refuses_state_dicts_that_are_not_of_an_aft_local(change, message):
     state = model_state()
     change(state)
     with pytest.raises(ConversionError, match=message):

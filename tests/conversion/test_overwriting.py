@@ -30,7 +30,7 @@ def add_files_of_the_user(directory):
     (directory / "away").symlink_to(directory.parent)
 
 
-def test_what_the_user_keeps_stays_and_what_the_earlier_conversion_wrote_goes(vit, converted):
+def test_overwriting_keeps_files_of_the_user_and_removes_those_of_the_earlier_conversion(vit, converted):
     report = json.loads((converted / REPORT_NAME).read_text())
     assert set(report["files"]) == {path.name for path in converted.iterdir()} - {REPORT_NAME}
     add_files_of_the_user(converted)
@@ -80,7 +80,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_may_not_be_of_an_earlier_conversion_is_kept_and_named(vit, converted, change, message):
+def test_overwriting_refuses_files_that_an_earlier_conversion_did_not_write(vit, converted, change, message):
     change(converted)
     before = contents(converted.parent)
     with pytest.raises(ConversionError, match=message) as error:

@@ -99,7 +99,7 @@ def unchanged(model, size, message, **options):
 
 
 @pytest.mark.parametrize("changes", [{}, {"global_connectivity": False}, {"position_bias_selection": "gumbel"}])
-def test_kernels_can_be_kept(changes):
+def test_stretch_kernels_false_keeps_the_kernels_as_trained(changes):
     model = classifier(**changes)
     kernels = [layer.mixer.kernel for layer in model.aft.layers]
     adapt_to_image_size(model, (64, 96), stretch_kernels=False)
@@ -110,7 +110,7 @@ def test_kernels_can_be_kept(changes):
 def test_what_cannot_be_resized_is_refused_and_nothing_is_changed():
     model = classifier()
     adapt_to_image_size(AFTForImageClassification(model.config), 64)
-    unchanged(model, 64, "shares it was adapted")
+    unchanged(model, 64, "own copy of the config")
     model = classifier()
     for size in (30, 0, (32, 33)):
         unchanged(model, size, "image_size")

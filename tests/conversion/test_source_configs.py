@@ -141,7 +141,7 @@ def test_a_source_of_other_channels_than_rgb_is_refused_by_their_number(tmp_path
     tensors = timm_tensors() | {"patch_embed.proj.weight": torch.zeros(24, channels, 8, 8)}
     torch.save(tensors, tmp_path / "deit.pth")
     for source, options in ((tmp_path / "vit", {}), (tmp_path / "deit.pth", {"source_num_heads": 3}), (model, {})):
-        with pytest.raises(ConversionError, match=f"takes images of {channels} channels; .*RGB"):
+        with pytest.raises(ConversionError, match=f"its images have {channels} channels; .*RGB"):
             read_source(source, **options)
 
 

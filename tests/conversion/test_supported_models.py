@@ -44,7 +44,7 @@ def outputs(model, pixels):
 
 @pytest.mark.parametrize("build", (dinov2, mae))
 @pytest.mark.parametrize("saved", (True, False), ids=("saved", "in memory"))
-def test_a_relative_is_the_vit_that_it_computes(tmp_path, build, saved):
+def test_dinov2_and_vit_mae_are_read_as_vits_with_the_same_outputs(tmp_path, build, saved):
     model, pixels = build(), torch.randn(2, 3, 32, 32)
     model.save_pretrained(tmp_path)
     source = read_source(tmp_path if saved else model)
@@ -74,7 +74,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("name", "build"), REFUSED.items(), ids=REFUSED)
 @pytest.mark.parametrize("saved", (True, False), ids=("saved", "in memory"))
-def test_what_is_no_vit_is_refused_by_its_type(tmp_path, name, build, saved):
+def test_model_types_that_are_not_vits_are_refused_by_name(tmp_path, name, build, saved):
     model = build()
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=name) as error:
@@ -88,7 +88,7 @@ NOT_READ = "vit_small_patch14_reg4_dinov2 vit_base_patch16_clip_224 vit_relpos_b
 NOT_READ += " eva02_tiny_patch14_224 cait_xxs24_224 resnet50 vit_base_patch16_rope_224"
 
 
-def test_timm_says_by_its_name_what_can_be_read():
+def test_only_architectures_of_timm_that_are_plain_vits_are_read():
     for architecture in READ.split():
         read_timm_config("name", {"architecture": architecture})
     for architecture in NOT_READ.split():

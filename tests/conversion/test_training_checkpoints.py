@@ -84,16 +84,18 @@ OTHERS += ["attn_pool.latent", "blocks.0.attn.q_norm.weight", "fc_norm.weight"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_vit_is_refused_by_the_tensor(tmp_path, name):
+def test_state_dicts_that_are_not_of_a_vit_are_refused_by_the_name_of_a_tensor(tmp_path, name):
     # With other positions, shapes would fail first.
     positions = {"pos_embed": torch.zeros(1, 21, 24)} if name == "reg_token" else {}
     torch.save(timm_tensors() | positions | {name: torch.zeros(1, 4, 24)}, tmp_path / "other.pth")
-    assert f"{name.removeprefix('_fsdp_wrapped_module.')} is no tensor of a ViT" in refusal(tmp_path / "other.pth")
+    assert f"{name.removeprefix('_fsdp_wrapped_module.')} is not a tensor of a ViT" in refusal(tmp_path / "other.pth")
 
 
 def test_a_module_beside_the_vit_is_refused(tmp_path):
     torch.save(under("backbone.", timm_tensors()) | {"projector.weight": torch.zeros(4, 24)}, tmp_path / "other.pth")
-    assert "projector.weight is no tensor of the ViT, which is under 'backbone'" in refusal(tmp_path / "other.pth")
+    assert "projector.weight is not a tensor of the ViT, whose names begin with 'backbone.'" in refusal(
+        tmp_path / "other.pth"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_a_module_beside_the_vit_is_refused(tmp_path):
         ("model.", "initted", True, False),
     ],
 )
-def test_of_scalars_counters_and_flags_alone_are_left_out(tmp_path, prefix, name, value, refused):
+def test_counters_and_flags_are_left_out_and_other_scalars_refused(tmp_path, prefix, name, value, refused):
     tensors, path = timm_tensors(), tmp_path / "vit.pth"
     torch.save(under(prefix, tensors) | {name: torch.tensor(value)}, path)
     if refused:
@@ -127,7 +129,7 @@ def test_of_scalars_counters_and_flags_alone_are_left_out(tmp_path, prefix, name
         ("model", "swa_model", "module."),
     ],
 )
-def test_averaged_weights_are_taken_as_by_timm_and_the_report_says_so(tmp_path, raw, averaged, prefix):
+def test_averaged_weights_are_preferred_as_in_timm_and_the_report_names_them(tmp_path, raw, averaged, prefix):
     first, second = timm_tensors(), timm_tensors()
     torch.save({raw: first, averaged: under(prefix, second), "epoch": 1}, tmp_path / "checkpoint.pth.tar")
     source = assert_read(tmp_path / "checkpoint.pth.tar", second)
@@ -148,7 +150,7 @@ def test_averaged_weights_are_taken_as_by_timm_and_the_report_says_so(tmp_path, 
         ),
     ],
 )
-def test_averaged_weights_are_taken_wherever_they_are(tmp_path, content, part):
+def test_averaged_weights_are_read_from_any_place_in_a_checkpoint(tmp_path, content, part):
     averaged = timm_tensors()
     torch.save(content(timm_tensors(), averaged), tmp_path / "last.ckpt")
     assert assert_read(tmp_path / "last.ckpt", averaged).part == part
@@ -165,6 +167,6 @@ def test_averaged_weights_are_taken_wherever_they_are(tmp_path, content, part):
         (lambda a, b: under("module.base_encoder.", a) | under("module.momentum_encoder.", b), "base_encoder, mom"),
     ],
 )
-def test_of_several_models_none_is_taken_silently(tmp_path, content, names):
+def test_a_checkpoint_of_several_models_is_refused_with_their_names(tmp_path, content, names):
     torch.save(content(timm_tensors(), timm_tensors()), tmp_path / "checkpoint.pth")
-    assert f"holds 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")
+    assert f"contains 2 models ({names}" in refusal(tmp_path / "checkpoint.pth")

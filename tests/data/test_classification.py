@@ -136,7 +136,7 @@ PILLOW = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_that_of_pillow(name):
+def test_augmentation_operations_equal_those_of_pillow(name):
     strength, reference = PILLOW[name]
     pixels = torch.from_numpy(picture()).permute(2, 0, 1).float().div(255).expand(2, -1, -1, -1)
     weak, changed = OPERATIONS[name](pixels, torch.tensor([0.0, strength])).clamp(0, 1)  # one strength per image
@@ -163,7 +163,7 @@ def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
     assert distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
 
 
-def test_what_comes_in_from_outside_has_the_fill_colour():
+def test_pixels_uncovered_by_geometric_operations_have_the_fill_colour():
     torch.manual_seed(1)
     augment = RandAugment(1, 10, 0.0, MEAN)
     moved = augment._transformed(OPERATIONS["translate_x"], torch.ones(1, 3, SIDE, SIDE), torch.tensor([1.0]))

@@ -115,7 +115,7 @@ def test_images_stand_upright_as_their_exif_data_say():
 @pytest.mark.parametrize(
     ("content", "told"), [BAD["an EPS"], BAD["169 million pixels"], (strip(1, 400_000), "1 x 400000 pixels")]
 )
-def test_an_unusable_image_of_a_sample_is_named_by_file_and_row(tmp_path, ghostscript, content, told):
+def test_an_unreadable_image_of_a_sample_is_refused_with_its_file_and_row(tmp_path, ghostscript, content, told):
     for name, each in (("a", encoded("PNG")), ("b", content)):
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "1.png").write_bytes(each)

@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from tests.properties.test_labml_states import STATES
-from tests.training.runs import finish, launch
+from tests.runs import finish, launch
 
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from saved_models import save_models
 
 from aft_hf import cli
-from aft_hf.reading import TRACEBACK
+from aft_hf.console import TRACEBACK
 
 
 @pytest.fixture(scope="module")

@@ -253,7 +253,7 @@ def test_a_dry_run_of_the_command_shows_the_card_with_the_license(directory, run
         ("---\nlicense: mit\n---\n![x](missing.png)\n", "shows missing.png"),
     ],
 )
-def test_what_a_card_lacks_is_told(tmp_path, text, told):
+def test_missing_metadata_and_pictures_of_a_card_are_problems(tmp_path, text, told):
     assert any(told in problem for problem in card_problems(text, tmp_path))
 
 

@@ -107,7 +107,7 @@ def test_a_key_is_told_with_its_line_but_not_repeated(prepared, secret):
     assert told.startswith("notes.md: holds a") and "line 3" in told and secret not in told
 
 
-def test_what_training_leaves_behind_stays_at_home(prepared):
+def test_files_of_training_are_not_published(prepared):
     beside = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", ".DS_Store", "runs/events"]
     beside += ["checkpoint-10/optimizer.pt", "checkpoints/step-000000010/state.bin", ".git/config"]
     for name in beside:

@@ -10,9 +10,9 @@ from hub import metadata_errors
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
+from aft_hf.errors import printable
 from aft_hf.publishing import build_card
 from aft_hf.publishing.card import MARKER, card_problems
-from aft_hf.publishing.escaping import one_line
 
 
 HOSTILE = [
@@ -105,7 +105,7 @@ def test_strings_of_files_are_text_on_the_card_and_harmless_in_its_metadata(dire
     assert not [token for token in rendered(card) if token.type in ("html_block", "html_inline", "image")]
     links = [token.attrs["href"] for token in rendered(card) if token.type == "link_open"]
     assert all(LINKS.match(link) for link in links)
-    assert one_line(text) in texts(card) and "NVIDIA H100" in card  # what is plain stays readable
+    assert printable(text) in texts(card) and "NVIDIA H100" in card  # what is plain stays readable
     assert not re.search(r"(https?://|\bwww\.|\w@)evil", without_code(card))  # these would become links
     metadata = ModelCard.load(path).data.to_dict()
     assert metadata_errors(metadata) == [] and card_problems(card, directory) == []
@@ -127,4 +127,4 @@ def test_the_name_of_a_directory_is_text_too(directory, name):
     (line,) = {line for line in card.splitlines() if line.startswith("name = ")}
     scope = {}
     exec(line, {"__builtins__": {}}, scope)  # the code on the card
-    assert scope == {"name": one_line(name)}
+    assert scope == {"name": printable(name)}

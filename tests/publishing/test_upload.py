@@ -146,7 +146,7 @@ def test_ctrl_c_passes_and_what_somebody_else_commits_meanwhile_is_kept(send, hu
         (HFValidationError("Repo id must be in the form"), "Repo id must be in the form (me/tiny"),
     ],
 )
-def test_who_may_not_write_is_told_what_to_do(send, hub, error, told):
+def test_a_publisher_without_write_access_is_told_to_log_in_or_use_another_token(send, hub, error, told):
     hub.fail("create_repo", error)
     assert told in refusal(send, hub)
 

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from scripts import measure_conversion
-from tests.training.runs import write_images
+from tests.runs import write_images
 
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,21 +5,10 @@ of their random moments.
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-pytest.register_assert_rewrite("runs")
-
-from runs import (  # noqa: E402
-    assert_killing_changes_nothing,
-    bytes_recipe,
-    images_recipe,
-    write_images,
-)
+from runs import assert_killing_changes_nothing, bytes_recipe, images_recipe, write_images
 
 
 KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("KILL_SEED", "0"))

@@ -3,11 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-
-pytest.register_assert_rewrite("runs")  # to report the values in its assertions
-
-from runs import write_images  # noqa: E402
+from runs import write_images
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aft_hf.data.samples import GlobalBatches
+from aft_hf.running.checkpoints import find_damage
 from aft_hf.training import loop
-from aft_hf.training.checkpoints import find_damage
 from aft_hf.training.loop import build_adamw
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import BytesTask
@@ -188,14 +188,14 @@ def interrupt(now: bool) -> None:
         raise KeyboardInterrupt
 
 
-def test_another_recipe_is_refused_beside_checkpoints(tmp_path):
+def test_a_run_refuses_to_resume_with_another_recipe(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
     for changed, told in (
         ({"optimizer": {"learning_rate": 2e-2, "weight_decay": 0.1}}, "optimizer.learning_rate=0.01, and .* has 0.02"),
-        ({"global_batch_size": 16}, "global_batch_size=8, and the recipe has 16"),
-        ({"seed": 1}, "seed=0, and the recipe has 1"),
-        ({"model": values["model"] | {"num_hidden_layers": 3}}, "model.num_hidden_layers=., and the recipe has 3"),
+        ({"global_batch_size": 16}, "global_batch_size=8, and this run has 16"),
+        ({"seed": 1}, "seed=0, and this run has 1"),
+        ({"model": values["model"] | {"num_hidden_layers": 3}}, "model.num_hidden_layers=., and this run has 3"),
     ):
         with pytest.raises(ValueError, match=told):
             run(values | changed)
@@ -239,7 +239,7 @@ def test_a_damaged_newest_checkpoint_does_not_outlive_those_that_come_after_it(t
     assert names == [*(f"set-aside-step-00000000{i}" for i in (6, 7)), "step-000000002", "step-000000004"]
 
 
-def test_other_data_are_another_run(tmp_path):
+def test_a_run_refuses_to_resume_on_other_training_data(tmp_path):
     values = bytes_recipe(tmp_path, steps=3)
     run(values)
     content, other, moved = (tmp_path / "text").read_bytes(), tmp_path / "other", tmp_path / "moved"

@@ -81,7 +81,7 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         (f"notes=0x{'f' * 5000}", r"^notes=.*: line 1: an integer must have at most 100 digits, got 5002$"),
     ],
 )
-def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(recipe, override, message):
+def test_invalid_recipes_are_refused_with_the_key_its_value_and_what_is_allowed(recipe, override, message):
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(recipe, [override])
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)

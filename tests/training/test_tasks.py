@@ -16,9 +16,9 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
-from aft_hf.training.evaluation import evaluate_language_model
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import TASKS, BytesTask, TokensTask
+from aft_hf.tuning.evaluation import evaluate_language_model
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")

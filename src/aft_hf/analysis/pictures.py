@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..data.atomic_files import write_atomic
+from ..atomic_files import write_atomic
 from ..modeling_aft import AFTPreTrainedModel
 from .maps import bias_maps
 

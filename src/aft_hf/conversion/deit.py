@@ -106,7 +106,7 @@ def convert_deit(
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
     config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
     if (init == "attention") != (images is not None):
-        raise ValueError('init="attention" needs images, a few hundred of those of the source, and only it uses them')
+        raise ValueError('init="attention" needs images, a few hundred of the same kind; init="paper" uses none')
     if init == "attention" and "conv" not in config.layer_aft_types:
         raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
     model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types

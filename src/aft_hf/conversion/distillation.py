@@ -29,11 +29,12 @@ from ..data.classes import require_a_class, teacher_classes
 from ..data.image_size import pixel_values, processor_for
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
+from ..errors import explain
 from ..modeling_aft import AFTForImageClassification
-from ..reading import Document, explain, shortened
-from ..training.checkpoints import Checkpoints, find_changes, read_manifest, remove_checkpoints
-from ..training.ownership import owned
-from ..training.steps import Training, take_steps
+from ..reading import Document
+from ..running.checkpoints import Checkpoints, read_manifest, refuse_changes, remove_checkpoints
+from ..running.ownership import owned
+from ..running.steps import Training, take_steps
 from .source import VisionTransformerSource
 
 
@@ -129,8 +130,7 @@ def check_distillable(
         raise ValueError(f"distillation: {explain(problems)}") from problems
     if (settings.steps is None) == (settings.minutes is None):
         raise ValueError(
-            f"distillation takes steps or minutes, exactly one, got steps={settings.steps} and "
-            f"minutes={settings.minutes}"
+            f"distillation: give either steps or minutes, got steps={settings.steps} and minutes={settings.minutes}"
         )
     if not source.heads:
         raise ValueError(f"{source.name}: has no classifier to distill; fine-tune the converted model instead")
@@ -192,7 +192,7 @@ class _Run(Training):
         self.keeps_class_token = model.config.use_cls_token
         self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
-            raise ValueError(f"{self.batch_size=} is not a multiple of the {accelerator.num_processes} processes")
+            raise ValueError(f"batch_size={self.batch_size}: not a multiple of {accelerator.num_processes} processes")
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
         self.identity = {} if checkpoints is None else _identity(settings, model, source, images, conversion)
         self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
@@ -316,12 +316,7 @@ class _Run(Training):
         path = self.checkpoints.newest()
         if path is not None:
             manifest = read_manifest(path)
-            if changes := find_changes(manifest.recipe, self.identity):
-                told = shortened("; ".join(f"{name}: {old!r}, now {new!r}" for name, (old, new) in changes.items()))
-                raise ValueError(
-                    f"{self.checkpoints.directory}: another distillation was begun there ({told}); give the earlier "
-                    "values, or remove the directory"
-                )
+            refuse_changes(path, manifest.recipe, self.identity, f"remove {self.checkpoints.directory}")
             self.checkpoints.load(path)
             self.step = manifest.step
             self.seconds = manifest.record.seconds

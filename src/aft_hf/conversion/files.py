@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from ..errors import explained, shortened
 from ..loading import FLOAT_DTYPES, weight_files
-from ..reading import explained, shortened
 from .report import ConversionError
 
 
@@ -59,20 +59,18 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
             for key, tensor in entries.items():
                 bare = WRAPPER.sub("", str(key))
                 if found.setdefault(keys, {}).setdefault(bare, tensor) is not tensor:
-                    raise ConversionError(f"{name}: {bare} is in its weights twice")
+                    raise ConversionError(f"{name}: two weights are named {bare}; save the state dict of one model")
     models = {
         f"{keys}.{match[1]}".strip("."): (keys, match[1])
         for keys, tensors in found.items()
         for match in filter(None, map(PATCH_EMBEDDING.fullmatch, tensors))
     }
     if not models:
-        raise ConversionError(f"{name}: holds no state dict of a ViT or DeiT; save model.state_dict()")
+        raise ConversionError(f"{name}: contains no state dict of a ViT or DeiT; save model.state_dict()")
     averaged = [part for part in models if AVERAGED.search(part) and not NOT_AVERAGED.search(part)]
     if len(chosen := averaged or list(models)) != 1:
         parts = shortened(", ".join(sorted(part or "(top level)" for part in chosen)))
-        raise ConversionError(
-            f"{name}: holds {len(chosen)} models ({parts}); save the state dict of one of them alone"
-        )
+        raise ConversionError(f"{name}: contains {len(chosen)} models ({parts}); save the state dict of one of them")
     (part,) = chosen
     keys, prefix = models[part]
     others = tuple(other for place, other in models.values() if place == keys and other != prefix)
@@ -90,12 +88,12 @@ def _inside(
         if name.startswith(prefix):
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-                raise ConversionError(f"{source}: {name} is {tensor.dtype}; weights must be one of {dtypes}")
+                raise ConversionError(f"{source}: {name} has the dtype {tensor.dtype}; give weights in {dtypes}")
             yield name.removeprefix(prefix), tensor.detach()
         elif not name.startswith(others):
             raise ConversionError(
-                f"{source}: {name} is no tensor of the ViT, which is under {prefix.rstrip('.')!r}; save the state "
-                "dict of the ViT alone"
+                f"{source}: {name} is not a tensor of the ViT, whose names begin with {prefix!r}; save the state dict "
+                "of the ViT alone"
             )
 
 

@@ -10,7 +10,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import PARQUET, ImageError, list_images, open_image
 from ..data.image_size import pixel_values
-from ..reading import shortened
+from ..errors import shortened
 
 
 FILES = ("binary", "large_binary", "string", "large_string")  # types of columns of files or their paths

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..configuration_aft import AFTConfig
+from ..errors import explained
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
-from ..reading import explained
 from .names import renamed
 from .report import ConversionError
 
@@ -56,10 +56,10 @@ def convert_labml(
     Raises:
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
     """
-    with explained("these are not the weights of labml's AFT-local", ConversionError):
+    with explained("the weights are not those of labml's AFT-local", ConversionError):
         tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
         if len(tensors) < len(state_dict):
-            raise ConversionError("a tensor is there twice, under two names")
+            raise ConversionError("two names in the state dict stand for the same tensor; remove one of them")
         masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
         sizes = {(len(mask), int(mask[0].sum())) for mask in masks.values()}
         dtypes = {tensor.dtype for tensor in tensors.values()}
@@ -71,7 +71,7 @@ def convert_labml(
         ((length, window),) = sizes
         distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
         if not all(torch.equal(mask.cpu(), distance < window) for mask in masks.values()):
-            raise ConversionError("a local_mask is no window around the diagonal")
+            raise ConversionError("each local_mask must be a window around the diagonal")
         tensors |= {name: tensors[name].unsqueeze(0) for name in masks}
         if masks.keys() == {TABLE}:
             options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}

@@ -87,9 +87,8 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
         for each, part in parts.items():
             if each in found or not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
                 raise ConversionError(
-                    f"{source}: {name} is no tensor of a ViT, or has another name there, too; only plain ViTs and "
-                    "DeiTs are converted, not adapters (merge_and_unload), parametrizations or shards of FSDP (save a "
-                    "full state dict)"
+                    f"{source}: {name} is not a tensor of a ViT, or the file contains it under two names; merge "
+                    "adapters (merge_and_unload), remove parametrizations, save shards of FSDP as a full state dict"
                 )
             found[each] = Part(part, (name,))
     for module, scale in scales.items():
@@ -107,7 +106,8 @@ def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
     """Multiply the rows of a tensor by a layer scale."""
     if scale.shape != part.tensor.shape[:1]:
         raise ConversionError(
-            f"{source}: {name} is {tuple(scale.shape)}, {part.sources[0]} {tuple(part.tensor.shape)}"
+            f"{source}: the layer scale {name} has the shape {tuple(scale.shape)}, which does not fit "
+            f"{part.sources[0]} of the shape {tuple(part.tensor.shape)}; save the state dict of the whole model"
         )
     rows = widen(scale).unflatten(0, (-1, *[1] * (part.tensor.dim() - 1)))
     return Part((widen(part.tensor) * rows).to(part.tensor.dtype), (*part.sources, name))

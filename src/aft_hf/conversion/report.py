@@ -69,8 +69,7 @@ class ConversionReport(Document):
         wrong |= {name for record in self.tensors for name in record.sources} ^ set(source)
         if wrong:
             raise ConversionError(
-                f"{self.source}: the conversion does not account for these tensors exactly once: "
-                f"{', '.join(sorted(wrong))}"
+                f"{self.source}: the report does not list these tensors exactly once: {', '.join(sorted(wrong))}"
             )
 
     def summary(self) -> str:

@@ -65,7 +65,7 @@ def adapt_to_image_size(
     if [type(module) for module in own] != [AFTConv] * len(mixers) + [AFTImageEmbeddings, nn.Conv2d]:
         raise ValueError("kernels or patches have adapters: merge or remove adapters first")
     if {mixer.window for mixer in mixers} != {config.kernel_size} or embeddings.patch_size != pair(config.patch_size):
-        raise ValueError("the config was changed, or a model that shares it was adapted: copy the config")
+        raise ValueError("the config does not match the weights: give each model its own copy of the config")
     target = copy.deepcopy(config)
     target.image_size, target.kernel_size = image_size, 1
     target.validate_image()

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
-from ..data.atomic_files import UNFINISHED, move_into, sha256
 from ..data.image_size import processor_for
+from ..errors import explained, first_line
 from ..loading import load
 from ..modeling_aft import AFTForImageClassification
-from ..reading import explained, first_line, read_json
+from ..reading import read_json
 from .deit import convert_deit, copied_parts
 from .report import REPORT_NAME, ConversionError, ConversionReport
 from .source import VisionTransformerSource, read_source
@@ -81,10 +81,8 @@ def save_converted(
             if writes:
                 with _locked(directory):
                     _write(directory, source, overwrite, model, processor, report)
-        except ConversionError as error:
+        except (ConversionError, OSError) as error:
             raise ConversionError(f"{error}{advice}") from error
-        except (OSError, SafetensorError) as error:
-            raise ConversionError(f"{directory}: cannot be written ({first_line(error)}){advice}") from error
     return model, report
 
 
@@ -138,12 +136,17 @@ def _write(
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Raise an OSError if another process writes a conversion to a directory: their files would mix."""
-    with FileLock(directory / LOCK, timeout=0):
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # Windows deletes it at the release
-                (directory / LOCK).unlink()
+    lock = FileLock(directory / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise OSError(f"cannot write to {directory} ({first_line(error)})") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows deletes it at the release
+            (directory / LOCK).unlink()
+        lock.release()
 
 
 def _check_target(directory: Path, overwrite: bool) -> set[str]:
@@ -196,10 +199,10 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
         return 0
     copies = copied_parts(found, load(AFTConfig, directory, ConversionError), saved)
     if {record.target for record in report.with_status("copied")} != copies.keys():
-        raise ConversionError(f"{directory}: {REPORT_NAME} does not list the tensors that are copied")
+        raise ConversionError(f"{directory}: {REPORT_NAME} does not list exactly the copied tensors")
     for name, copy in copies.items():
         # By their bits, -0.0 differs from 0.0, and NaN equals itself.
         first, second = (tensor.contiguous().view(torch.uint8) for tensor in (copy.tensor, saved[name]))
         if copy.tensor.dtype != saved[name].dtype or not torch.equal(first, second):
-            raise ConversionError(f"{directory}: {name} is not what {REPORT_NAME} says was copied")
+            raise ConversionError(f"{directory}: {name} differs from the source, but {REPORT_NAME} lists it as copied")
     return len(copies)

@@ -17,8 +17,9 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
+from ..errors import explained
 from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor
-from ..reading import Document, explained, read_json
+from ..reading import Document, read_json
 from .files import read_weights
 from .names import DISTILLED_HEADS, HEAD, OPTIONAL, Part, vit_tensors
 from .report import ConversionError
@@ -160,7 +161,7 @@ def read_source(
                     "source_num_heads (--source-image-size, --source-num-heads)"
                 )
     if config.num_channels != 3:
-        raise ConversionError(f"{name}: takes images of {config.num_channels} channels; only RGB is converted")
+        raise ConversionError(f"{name}: its images have {config.num_channels} channels; give a model for RGB images")
     classifier = parts.get("classifier.weight")
     if classifier is not None and classifier.tensor.shape[1:] == (2 * config.hidden_size,):  # of DINOv2
         raise ConversionError(
@@ -181,7 +182,7 @@ def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTraine
             f"give one of {', '.join(map(repr, MODEL_TYPES))}"
         )
     if values.get("use_swiglu_ffn"):
-        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), which an AFT lacks; take a smaller DINOv2")
+        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), and an AFT has none; give a smaller DINOv2")
     return CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
 
 
@@ -225,11 +226,11 @@ def _read_config(name: str) -> dict[str, Any]:
     is_known = config.get("model_type") is not None or config.get("architecture") is not None
     if is_file and is_known:
         raise ConversionError(
-            f"{name}: {beside} would not be read; give the directory, or move a file that this config does not "
-            "describe out of it"
+            f"{name}: if {beside} describes these weights, give the directory; if not, move the weights to another "
+            "directory"
         )
     if not is_file and not is_known:
         raise ConversionError(
-            f"{name}: neither a {CONFIG_NAME} of transformers (model_type) nor of timm (architecture) is in it"
+            f"{name}: its {CONFIG_NAME} has neither a model_type (transformers) nor an architecture (timm)"
         )
     return {} if is_file else config

@@ -16,7 +16,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import pair
-from ..reading import Document, explained, parse_json
+from ..errors import explained
+from ..reading import Document, parse_json
 from .names import DISTILLATION_TOKEN, PATCHES, POSITIONS, Part
 from .report import ConversionError
 from .resizing import one_or_pair
@@ -119,9 +120,9 @@ def infer_config(
         raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
     used = (PATCHES, POSITIONS, "layers.0.mlp.fc1.weight")
     if missing := [each for each in used if each not in parts]:
-        raise ConversionError(f"{name}: has no tensor {missing[0]} (by its name in transformers): is no whole ViT")
+        raise ConversionError(f"{name}: has no {missing[0]} (the name in transformers); save all tensors of a ViT")
     with explained(
-        f"{name}: {', '.join(used)} (by their names in transformers) are not those of a ViT", ConversionError
+        f"{name}: {', '.join(used)} (names in transformers) do not have the shapes of those of a ViT", ConversionError
     ):
         shapes = [tuple(parts[each].tensor.shape) for each in used]
         (width, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes

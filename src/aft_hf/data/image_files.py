@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
-from ..reading import first_line, shortened
+from ..errors import first_line, shortened
 
 
 # Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.

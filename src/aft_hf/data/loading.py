@@ -20,8 +20,9 @@ from datasets.io.parquet import ParquetDatasetReader
 from PIL import Image as PILImage
 from transformers.utils import logging
 
-from ..reading import UnreadableError, described, explained, parse_header, parse_yaml, read_text
-from .atomic_files import sha256, write_atomic
+from ..atomic_files import sha256, write_atomic
+from ..errors import UnreadableError, described, explained
+from ..reading import parse_header, parse_yaml, read_text
 from .image_files import PARQUET, SUFFIXES, list_images, open_image
 from .text import cached
 
@@ -110,7 +111,7 @@ def check_named(name: str) -> None:
     """Raise a ValueError if `load_dataset` would read other files or addresses in place of a local dataset's files."""
     place = Path(name)
     if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
-        raise ValueError(f"{name}: *, ?, [ and :: in the path of a dataset act as a pattern; rename the directory")
+        raise ValueError(f"{name}: datasets reads *, ?, [ and :: in a path as a pattern; rename the directory")
     for file, read in ((place / "README.md", parse_header), (place / ".huggingface.yaml", parse_yaml)):
         if file.is_file():
             values = read(read_text(file), str(file))
@@ -151,7 +152,7 @@ def _read_files(files: Sequence[Path]) -> Dataset:
     """Read parquet or JSON files by the reader of `datasets`. `load_dataset` would take their names as patterns."""
     names = [str(file.absolute()) for file in files]
     if odd := [name for name in names if "::" in name]:
-        raise ValueError(f"the readers would split the path {odd[0]} at ::; rename it")
+        raise ValueError(f"the path {odd[0]} contains '::', which datasets reads as a chained URL; rename it")
     versions = [(sha256(file),) for file in files]  # for the cache: a copied file may keep its time and size
     data_files = DataFilesDict(train=DataFilesList(names, versions))
     return READERS[files[0].suffix.lower()](data_files, split="train").read()

@@ -129,7 +129,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     """Return the number of complete global batches in the data, of which it must have one."""
     if num_samples < global_batch_size:
-        raise ValueError(f"the training data has {num_samples} samples, fewer than {global_batch_size=}")
+        raise ValueError(f"the training data has {num_samples} samples, fewer than {global_batch_size=}: reduce it")
     return num_samples // global_batch_size
 
 

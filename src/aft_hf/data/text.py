@@ -14,9 +14,9 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..atomic_files import write_atomic
+from ..errors import explained
 from ..limits import limited
-from ..reading import explained
-from .atomic_files import write_atomic
 from .samples import SampleKey, sum_file
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
-from ..data.atomic_files import write_atomic
+from ..errors import first_line
 from ..modeling_aft import HEADS, AFTModel
-from ..reading import first_line, parse_header, read_text
+from ..reading import parse_header, read_text
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
 from .folder import PublishError, misplaced_files

@@ -18,9 +18,10 @@ from transformers.utils import (
 )
 
 from ..configuration_aft import AFTConfig, pair
+from ..errors import explained
 from ..loading import load
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import ModelConfig, explained, read_json
+from ..reading import ModelConfig, read_json
 from .card import ARCHITECTURES, README, card_problems
 from .facts import RESULTS, read_object, section
 from .folder import PublishError, files_to_upload, misplaced_files

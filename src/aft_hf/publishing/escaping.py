@@ -4,6 +4,8 @@ import html
 import json
 import re
 
+from ..errors import printable
+
 
 # Characters with a meaning inside a line of Markdown, including tables, strikethrough and formulas. An underscore
 # between letters has none.
@@ -12,28 +14,23 @@ SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|!(?=\[)")
 BARE_LINKS = re.compile(r":(?=//)|@|(?<=www)\.", re.IGNORECASE)
 
 
-def one_line(text: str) -> str:
-    """Return the text without line breaks, control characters and characters that change the writing direction."""
-    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
-
-
 def escaped(text: str) -> str:
     """Return Markdown that shows `text` literally, inside a line or a table cell."""
-    return html.escape(BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", one_line(text))), quote=False)
+    return html.escape(BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", printable(text))), quote=False)
 
 
 def code(text: str) -> str:
     """Return `text` as inline code. It is not for tables, where a vertical bar would end the cell."""
-    text = one_line(text)
+    text = printable(text)
     fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
 
 
 def quoted(text: str) -> str:
     """Return a Python string literal of `text` in double quotes."""
-    return json.dumps(one_line(text), ensure_ascii=False)
+    return json.dumps(printable(text), ensure_ascii=False)
 
 
 def plain(text: str) -> str:
     """Return `text` without brackets, quotes and backslashes, for metadata that others display in their own ways."""
-    return one_line(re.sub(r"[<>\[\](){}`\"'\\]", " ", text)) or "unnamed"
+    return printable(re.sub(r"[<>\[\](){}`\"'\\]", " ", text)) or "unnamed"

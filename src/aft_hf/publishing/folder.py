@@ -11,7 +11,7 @@ class PublishError(ValueError):
 
 # Files of training and conversion that no model needs are not published. Neither are hidden files, except Git's own.
 LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
-LEFT_OUT += ["_run"]  # the lock of a training run: `training.ownership`
+LEFT_OUT += ["_run"]  # the lock of a training run: `running.ownership`
 LEFT_OUT += ["training_args.bin", "optimizer*", "scheduler*", "scaler*.pt", "rng_state*", "random_states*", "*.lock"]
 LEFT_OUT += ["events.out.tfevents.*", "hparams.yml", "generated.txt", "*.tmp", "*.pyc"]
 

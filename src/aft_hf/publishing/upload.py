@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import CONFIG_NAME
 
-from ..data.atomic_files import write_atomic
-from ..progress import plain_console
-from ..reading import described, read_text, shortened
+from ..atomic_files import write_atomic
+from ..console import plain_console
+from ..errors import described, shortened
+from ..reading import read_text
 from .card import README, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .folder import PublishError, files_to_upload

@@ -28,15 +28,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import flatten_dict
 
 from ..analysis import draw_losses, save
-from ..data.atomic_files import move_into, write_json
+from ..atomic_files import move_into, write_json
 from ..data.samples import GlobalBatches, steps_per_epoch
-from ..reading import explained, first_line
-from .checkpoints import Checkpoints, Record, find_changes, find_damage, read_manifest
+from ..errors import explained
+from ..running.checkpoints import DATA, Checkpoints, Record, find_damage, read_manifest, refuse_changes
+from ..running.ownership import owned
+from ..running.steps import Training, take_steps
 from .context_parallelism import ContextParallelGroup
 from .optimization import averaged, build_optimizer, keep_average
-from .ownership import owned
 from .recipe import Recipe, build_recipe
-from .steps import Training, take_steps
 from .tasks import TASKS
 
 
@@ -150,16 +150,12 @@ class Run(Training):
         manifest = read_manifest(path)
         with explained(f"{path}: its recipe cannot be read"):
             earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
-        for key, (old, new) in find_changes(earlier.model_dump(), self.recipe.model_dump()).items():
-            if key not in FREE_TO_CHANGE:
-                raise ValueError(
-                    f"{path} was made with {key}={old!r}, and the recipe has {new!r}: "
-                    "give the same value, or another output_dir for a new run"
-                )
-        if manifest.data != self.data:
-            raise ValueError(
-                f"{path} was made with other training data: give the same data, or another output_dir for a new run"
-            )
+        then, now = (
+            {key: value for key, value in flatten_dict(recipe.model_dump()).items() if key not in FREE_TO_CHANGE}
+            for recipe in (earlier, self.recipe)
+        )
+        then[DATA], now[DATA] = manifest.data, self.data
+        refuse_changes(path, then, now, "another output_dir for a new run")
         self.checkpoints.load(path)
         self.checkpoints.set_aside(manifest.step)
         self.record = manifest.record
@@ -304,22 +300,16 @@ class Run(Training):
             "recipe": portable(self.recipe.model_dump()),
             "versions": versions(),
         }
-        try:
-            with move_into(directory) as aside:
-                # For `from_pretrained`, without the wrappers of training.
-                model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
-                model.load_state_dict(weights)
-                model.save_pretrained(aside)
-                if self.task.processor is not None:
-                    self.task.processor.save_pretrained(aside)
-                write_json(aside / "results.json", results)
-                save(draw_losses([(self.recipe.task, results)]), aside / "losses.png")
-        except Exception as error:  # on a full disk, safetensors and matplotlib raise their own types of errors
-            raise OSError(
-                f"cannot write the model and its results to {directory} ({first_line(error)}); all steps are done "
-                f"and saved in {self.checkpoints.directory}: free disk space and run the same command again to write "
-                "them"
-            ) from error
+        done = f"all steps are done and saved in {self.checkpoints.directory}"
+        with move_into(directory, f"{done}: free disk space and run the same command again to write them") as aside:
+            # For `from_pretrained`, without the wrappers of training.
+            model = self.task.auto_model.from_config(self.accelerator.unwrap_model(self.model).config)
+            model.load_state_dict(weights)
+            model.save_pretrained(aside)
+            if self.task.processor is not None:
+                self.task.processor.save_pretrained(aside)
+            write_json(aside / "results.json", results)
+            save(draw_losses([(self.recipe.task, results)]), aside / "losses.png")
         return results
 
     def close(self) -> None:

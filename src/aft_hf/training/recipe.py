@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from transformers import CONFIG_MAPPING, SchedulerType
 from typing_extensions import TypeVar
 
-from ..reading import ModelConfig, PlainLoader, complete_message, explain, parse_yaml, read_text, shortened
+from ..errors import complete_message, explain, shortened
+from ..reading import ModelConfig, PlainLoader, parse_yaml, read_text
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.

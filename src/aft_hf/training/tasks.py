@@ -30,9 +30,9 @@ from ..data.loading import GENERATED, draw_images, hold_out, load_named, load_sp
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
+from ..errors import explained
 from ..limits import limited
 from ..loading import load
-from ..reading import explained
 from .metrics import accuracy_and_loss, code_length
 from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
 

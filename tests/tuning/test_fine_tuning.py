@@ -18,7 +18,7 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf.data.classes import logger
 from aft_hf.training import build_optimizer
-from aft_hf.training.fine_tuning import FineTuner, distillation_loss
+from aft_hf.tuning.fine_tuning import FineTuner, distillation_loss
 
 
 CLASSES = 3
@@ -190,7 +190,7 @@ NUMBERED = [str(number) for number in range(11)]
     ],
     ids=["other order of lines", "sorted as text", "names under other numbers", "labels", "numbers as names"],
 )
-def test_the_classes_of_a_teacher_are_a_mapping(tmp_path, theirs, ours, numbers):
+def test_classes_of_the_teacher_are_matched_to_those_of_the_model_by_name_or_number(tmp_path, theirs, ours, numbers):
     model, batch = classifier(id2label=ours, num_labels=len(ours)).train(), collated(2)
     teacher = vit(8, id2label=theirs)
     with CaptureLogger(logger) as log:

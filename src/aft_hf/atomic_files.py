@@ -14,6 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
+
+from .errors import first_line
+
 
 UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being written
 
@@ -50,18 +54,22 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def move_into(directory: Path) -> Iterator[Path]:
+def move_into(directory: Path, otherwise: str = "the files in it are unchanged") -> Iterator[Path]:
     """Yield a temporary directory, and move its files to `directory` at the end of the context.
 
-    A file appears in `directory` complete or not at all. If one cannot be written, none is moved and none is left.
+    A file appears in `directory` complete or not at all. If one cannot be written, none is moved and none is left, and
+    an OSError gives the reason and what holds `otherwise`, whichever type of error the library that writes raises.
     """
-    with unfinished(directory) as aside:
-        yield aside
-        moves = {file: directory / file.name for file in aside.iterdir()}
-        for target in moves.values():
-            refuse_to_replace(target)
-        for file, target in moves.items():
-            os.replace(file, target)
+    try:
+        with unfinished(directory) as aside:
+            yield aside
+            moves = {file: directory / file.name for file in aside.iterdir()}
+            for target in moves.values():
+                refuse_to_replace(target)
+            for file, target in moves.items():
+                os.replace(file, target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise OSError(f"cannot write to {directory} ({first_line(error)}); {otherwise}") from error
 
 
 @contextmanager

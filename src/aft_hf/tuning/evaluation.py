@@ -30,21 +30,21 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
+from ..atomic_files import write_json
+from ..console import plain_console
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
-from ..data.atomic_files import write_json
 from ..data.classes import are_names, by_number, listed, require_a_class
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts, token_ids
+from ..errors import explained, first_line
 from ..limits import limited
 from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
-from ..progress import plain_console
-from ..reading import explained, first_line
-from .metrics import accuracy_and_loss, code_length
+from ..training.metrics import accuracy_and_loss, code_length
 
 
 logger = logging.get_logger(__name__)
@@ -236,10 +236,10 @@ def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str)
         num_bytes += size
         changed += sum(a != b for a, b in zip(texts, decoded))
     if len(tokens) < 2:
-        raise ValueError(f"a text needs 2 tokens, since the first is not predicted, and this one has {len(tokens)}")
+        raise ValueError(f"the text has {len(tokens)} tokens: give at least 2, since the first is not predicted")
     if changed:
         logger.warning(
-            f"the tokenizer does not reproduce {changed} of {len(dataset)} texts (as if it lowercases): "
-            "what it drops costs no bits, so do not compare bits_per_byte with that of another tokenizer"
+            f"the tokenizer changes {changed} of {len(dataset)} texts, for example to lower case: what is lost costs "
+            "no bits, so do not compare bits_per_byte with that of another tokenizer"
         )
     return np.asarray(tokens, dtype=TOKEN_DTYPE), num_bytes

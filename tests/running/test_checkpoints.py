@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from runs import bytes_recipe, finish, launch, plant, run, run_elsewhere
 from torch.distributed.checkpoint import CheckpointException
 
-from aft_hf.data.atomic_files import UNFINISHED
-from aft_hf.reading import UnreadableError
-from aft_hf.training.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
+from aft_hf.atomic_files import UNFINISHED
+from aft_hf.errors import UnreadableError
+from aft_hf.running.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
 from tests.properties.hostile import JSON
 
 
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(finished
     files = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     assert finish(launch(_run_with_little_room, (values,))) == [1]
     message = Path(f"{directory}.error").read_text()
-    assert f"OSError: cannot write the model and its results to {directory} (" in message
+    assert f"OSError: cannot write to {directory} (" in message
     assert "free disk space and run the same command again to write them" in message and message.count("\n") == 1
     assert {path: path.read_bytes() for path in directory.iterdir() if path.is_file()} == files
     assert not list(directory.glob(".*"))

@@ -13,8 +13,9 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ..data.atomic_files import write_atomic
-from ..reading import UnreadableError, first_line, read_text, shortened
+from ..atomic_files import write_atomic
+from ..errors import UnreadableError, first_line, shortened
+from ..reading import read_text
 
 
 RUN = "_run"  # a name that neither Trainer nor `publish` uploads

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .upload import publish
+from ..publishing import publish
 
 
 def publish_command(

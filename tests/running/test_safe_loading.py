@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as sharded
 from runs import Payload, bytes_recipe, plant, run, saved_payload
 
-from aft_hf.training.safe_loading import UnsafeCheckpointError, data_only
+from aft_hf.running.safe_loading import UnsafeCheckpointError, data_only
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from aft_hf.data.atomic_files import sha256
-from aft_hf.training.checkpoints import MANIFEST, read_manifest, write_manifest
+from aft_hf.atomic_files import sha256
+from aft_hf.running.checkpoints import MANIFEST, read_manifest, write_manifest
 from aft_hf.training.loop import train
 from aft_hf.training.recipe import build_recipe
 

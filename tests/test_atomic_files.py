@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from saved_models import listing
 
-from aft_hf.data.atomic_files import move_into, write_atomic
+from aft_hf.atomic_files import move_into, write_atomic
 
 
 def write(path, content=b"one"):
@@ -62,7 +62,7 @@ def test_a_planted_link_at_a_temporary_name_is_not_written_through(tmp_path, mon
     assert (tmp_path / "precious").read_bytes() == b"mine" and (tmp_path / "a.txt").read_bytes() == b"one"
 
 
-def test_what_is_no_regular_file_is_refused_by_name(tmp_path):
+def test_pipes_and_directories_in_place_of_a_written_file_are_refused_by_name(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     before = listing(tmp_path)

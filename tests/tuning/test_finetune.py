@@ -23,8 +23,8 @@ from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.cli import app
 from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
-from aft_hf.training import fine_tuning
-from aft_hf.training.ownership import RUN, owned
+from aft_hf.running.ownership import RUN, owned
+from aft_hf.tuning import fine_tuning
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -166,7 +166,7 @@ def given(monkeypatch):
     return seen
 
 
-def test_held_out_data_are_told_and_a_share_of_0_trains_on_all(vit, images, given, tmp_path):
+def test_the_number_of_held_out_rows_is_logged_and_a_share_of_0_holds_out_none(vit, images, given, tmp_path):
     options = ["--train", images, "--max_steps", 1]
     with CaptureLogger(loading.logger) as log:
         start(vit, tmp_path, "--do_train", *options)
@@ -267,7 +267,7 @@ def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, checkpoint,
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_said_to_be_in_one_line(damage, classifier, images, checkpoint, tmp_path):
+def test_a_damaged_checkpoint_of_trainer_is_refused_in_one_line(damage, classifier, images, checkpoint, tmp_path):
     name, change = DAMAGES[damage]
     copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint-1"))
     change(copy / name)
@@ -414,9 +414,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.trainer.torch.save", full)  # the last file of a model
-    with pytest.raises(
-        OSError, match=rf"cannot write the model to {tmp_path} \(.*No space left.*files in it are unchanged"
-    ):
+    with pytest.raises(OSError, match=rf"cannot write to {tmp_path} \(.*No space left.*files in it are unchanged"):
         start(classifier, tmp_path, *options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
     assert not list(tmp_path.glob(".*"))
@@ -437,7 +435,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
         (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
     ],
 )
-def test_wrong_options_are_told(options, message, classifier, images, tmp_path):
+def test_invalid_options_of_finetune_are_refused_by_name(options, message, classifier, images, tmp_path):
     with pytest.raises(ValueError, match=message):
         start(classifier, tmp_path, *(option.format(images=images) for option in options))
 
@@ -448,7 +446,7 @@ def test_a_language_model_is_refused_with_the_command_that_trains_it(images, tmp
         start(tmp_path, tmp_path / "out", "--do_train", "--train", images)
 
 
-def test_errors_of_options_are_short(tmp_path, run_command):
+def test_errors_of_options_are_one_line_without_the_list_of_all_options(tmp_path, run_command):
     options = ["--do_train", "--model_name_or_path", "./missing", "--train", "x.txt", "--output_dir", tmp_path]
     done = run_command("aft-hf", "finetune", *options)
     assert done.returncode == 1 and done.stderr.count("\n") == 1

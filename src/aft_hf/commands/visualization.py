@@ -15,16 +15,17 @@ from transformers import (
 )
 from transformers.image_processing_utils import BaseImageProcessor
 
+from ..analysis.maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
+from ..analysis.pictures import BIASES, check_path, draw_losses, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..conversion.images import pixel_batches, read_images
 from ..conversion.source import read_source
 from ..data.image_size import pixel_values
+from ..errors import explained
 from ..limits import limited
 from ..loading import find_file, load, read_config
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
-from ..reading import explained, read_json
-from .maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
-from .pictures import BIASES, check_path, draw_losses, draw_maps, save
+from ..reading import read_json
 
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
         raise ValueError(
-            f"{checkpoint} is no AFT but a {config.model_type}; for a ViT or DeiT, give the kind attention"
+            f"{checkpoint} is a {config.model_type}, not an AFT; for a ViT or DeiT, give the kind attention"
         )
     classes = {each.__name__: each for each in HEADS}
     return load(classes.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()

@@ -16,7 +16,6 @@ from typing import Annotated, Any, cast
 import torch
 from datasets import DatasetDict
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -34,24 +33,24 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..atomic_files import move_into, refuse_to_replace
 from ..configuration_aft import AFTConfig, pair
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
-from ..data.atomic_files import move_into, refuse_to_replace
 from ..data.classes import require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples, sum_arrays
 from ..loading import load, load_trained
 from ..publishing import write_card
-from ..reading import Document, first_line, read_json, shortened
-from .checkpoints import find_changes
+from ..reading import Document, read_json
+from ..running.checkpoints import DATA, refuse_changes
+from ..running.ownership import owned, refuse_links
+from ..running.safe_loading import data_only
+from ..training.metrics import accuracy
+from ..training.optimization import parameter_groups
+from ..training.tasks import first_rows
 from .evaluation import is_image_classifier
-from .metrics import accuracy
-from .optimization import parameter_groups
-from .ownership import owned, refuse_links
-from .safe_loading import data_only
-from .tasks import first_rows
 
 
 logger = logging.get_logger(__name__)
@@ -61,7 +60,7 @@ ALL_RESULTS = "all_results.json"
 SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "data_seed", "label_smoothing_factor", "learning_rate"]
 SAME += ["lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "seed", "warmup_steps"]
 SAME += ["train_sampling_strategy", "weight_decay"]
-DATA, IDENTITY = "training data", "aft_hf"  # keys of `Identity`, and of its values in the state of Trainer
+IDENTITY = "aft_hf"  # key of the values of `Identity` in the state of Trainer
 
 
 def parse_arguments(words: Sequence[str]) -> TrainingArguments:
@@ -208,13 +207,7 @@ class Identity(TrainerCallback):
         if not isinstance(saved, dict):
             logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
             return
-        changes = find_changes(saved, self.values)
-        for name in sorted(changes, key=lambda name: name != DATA):  # classes of other data change the model, too
-            old, new = changes[name]
-            how = "other training data" if name == DATA else f"{name}={old!r}, and this run has {new!r}"
-            raise ValueError(
-                f"{checkpoint} was made with {shortened(how)}: give the same, or another --output-dir for a new run"
-            )
+        refuse_changes(checkpoint, saved, self.values, "another --output-dir for a new run")
 
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
@@ -254,8 +247,8 @@ def _checkpoint(arguments: TrainingArguments) -> Path | None:
     if wanted.lower() == "true" or newest is None:
         return newest
     logger.warning(
-        f"begins at step 0 although {newest} exists: --resume-from-checkpoint true resumes from it, and another "
-        "--output-dir keeps the two runs apart"
+        f"training begins at step 0 although {newest} exists: --resume-from-checkpoint true resumes from it, and "
+        "another --output-dir keeps the two runs apart"
     )
     return None
 
@@ -373,14 +366,8 @@ class FineTuner(Trainer):
         if not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        directory = Path(str(output_dir or self.args.output_dir))
-        try:
-            with move_into(directory) as aside:
-                super()._save(str(aside), state_dict)
-        except (OSError, RuntimeError, SafetensorError) as error:  # each writer raises its own type of error
-            raise OSError(
-                f"cannot write the model to {directory} ({first_line(error)}); the files in it are unchanged"
-            ) from error
+        with move_into(Path(str(output_dir or self.args.output_dir))) as aside:
+            super()._save(str(aside), state_dict)
 
 
 def distillation_loss(

@@ -1,8 +1,10 @@
-"""What commands print: text that cannot control the terminal, and progress bars only in a terminal, not in logs."""
+"""What commands print: text that cannot control the terminal, errors of one line, and no progress bars in logs."""
 
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +14,10 @@ from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 from transformers.utils import logging
 
+from .errors import ENDS, described, is_out_of_memory, message_of, printable
 
+
+TRACEBACK = "AFT_HF_TRACEBACK"  # environment variable: if it is set, a command that fails shows the traceback
 COLOR = re.compile(r"\x1b\[[\d;]*m")
 MOVES = re.compile(r"(?:\x1b\[A)+\Z|\r")  # of progress bars, on stderr: to the bar above, to the start of the line
 
@@ -59,3 +64,47 @@ def no_bars_in_logs() -> None:
 def plain_console(**options: Any) -> Console:
     """A console that prints text as it is. By default, rich reads brackets, as in file names, as markup."""
     return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+@contextmanager
+def reported(program: str) -> Iterator[None]:
+    """Context manager for a whole command: print any error as a line after the name `program`, and exit with status 1.
+
+    An error that is neither a ValueError nor an OSError may be a bug, so its line also names the code that raised it.
+    Errors in destructors and threads, where that of a killed worker of a data loader can appear, are one line, too.
+    """
+    if os.environ.get(TRACEBACK):
+        yield
+        return
+
+    def tell(failure: Any) -> None:
+        problem, kind = failure.exc_value, failure.exc_type
+        if not issubclass(kind, ENDS):
+            text = _sentence(problem) if problem is not None and problem.__traceback__ else kind.__name__
+            print(f"{program}: {printable(text)}", file=sys.stderr)
+
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = threading.excepthook = tell
+    try:
+        yield
+    except ENDS:
+        raise
+    except BaseException as problem:
+        print(f"{program}: {printable(_sentence(problem))}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        sys.unraisablehook, threading.excepthook = hooks
+
+
+def _sentence(error: BaseException) -> str:
+    text = message_of(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: run pip install 'aft-hf[train]'"
+    if is_out_of_memory(error):
+        return "out of memory: use a smaller model or batch size"
+    if isinstance(error, (ValueError, OSError)):
+        return text or type(error).__name__
+    if "DataLoader worker (pid" in text:
+        return f"a worker of the data loader was killed, usually for lack of memory: give fewer workers ({text})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{described(error)} in {frame.name} ({frame.filename}:{frame.lineno}); {TRACEBACK}=1 shows the traceback"

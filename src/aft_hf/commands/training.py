@@ -21,7 +21,7 @@ def train_command(
 
     For several processes: accelerate launch -m aft_hf train RECIPE ...
     """
-    from .recipe import explain_keys, load_recipe
+    from ..training.recipe import explain_keys, load_recipe
 
     if explain:
         print(explain_keys())
@@ -32,7 +32,7 @@ def train_command(
     if print_config:
         print(resolved.to_yaml(), end="")
         return
-    from .loop import train  # slow to import; errors in a recipe should not wait for it
+    from ..training.loop import train  # slow to import; errors in a recipe should not wait for it
 
     train(resolved)
 
@@ -89,7 +89,7 @@ def finetune_command(
 
     All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
     """
-    from .fine_tuning import finetune, parse_arguments
+    from ..tuning.fine_tuning import finetune, parse_arguments
 
     words, options = list(context.args), dict(context.params)
     for name in LISTED:
@@ -131,6 +131,6 @@ def evaluate_command(
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
-    from .evaluation import evaluate
+    from ..tuning.evaluation import evaluate
 
     evaluate(SimpleNamespace(**context.params))

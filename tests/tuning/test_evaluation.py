@@ -17,8 +17,8 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.conversion import adapt_to_image_size, read_source
-from aft_hf.training.evaluation import evaluate_classifier, evaluate_language_model, logger
 from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
+from aft_hf.tuning.evaluation import evaluate_classifier, evaluate_language_model, logger
 
 
 CLASSES = 7
@@ -256,25 +256,25 @@ def test_bits_per_byte_are_the_bits_of_the_tokens_over_the_bytes_of_the_texts_wi
 @pytest.mark.parametrize(
     ("normalizer", "text", "message"),
     [
-        (normalizers.Lowercase(), TEXT, "does not reproduce 1 of 1 texts"),
-        (normalizers.NFC(), "e\u0301 and more", "does not reproduce 1 of 1 texts"),
+        (normalizers.Lowercase(), TEXT, "changes 1 of 1 texts"),
+        (normalizers.NFC(), "e\u0301 and more", "changes 1 of 1 texts"),
     ],
     ids=["lower case", "NFC"],
 )
-def test_tokens_that_are_not_the_bytes_of_the_text_are_told(normalizer, text, message):
+def test_a_tokenizer_that_changes_the_text_is_reported_by_a_warning(normalizer, text, message):
     model = language_model(aft=False, vocab_size=300)
     with CaptureLogger(logger) as log:
         evaluate_language_model(model, bpe_tokenizer(TEXT, normalizer), rows_of(text), block_size=10)
     assert message in log.out
 
 
-def test_what_leaves_tokens_out_or_predicts_none_is_refused():
+def test_strides_above_the_block_size_and_texts_of_one_token_are_refused():
     for block_size, stride in ((10, 0), (10, 11), (0, None)):
         options = {"block_size": block_size, "stride": stride}
         with pytest.raises(ValueError, match=r"the stride of windows of .* tokens must be in 1 \.\. "):
             evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(TEXT), **options)
     for texts in (["x"], [""], ["", "x", ""]):
-        with pytest.raises(ValueError, match="a text needs 2 tokens"):
+        with pytest.raises(ValueError, match="give at least 2"):
             evaluate_language_model(language_model(), build_byte_tokenizer(), rows_of(*texts), block_size=10)
 
 

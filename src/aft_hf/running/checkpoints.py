@@ -21,14 +21,16 @@ from pydantic import ConfigDict, Field
 from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
-from ..data.atomic_files import UNFINISHED, sha256, unfinished
-from ..reading import Document, FileName, UnreadableError, first_line, parse_json
+from ..atomic_files import UNFINISHED, sha256, unfinished
+from ..errors import UnreadableError, first_line, shortened
+from ..reading import Document, FileName, parse_json
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
 
 STEP = re.compile("step-([0-9]{9,})")
 ASIDE = "set-aside-"
 MANIFEST = "checkpoint.json"
+DATA = "training data"  # key of their fingerprint in `refuse_changes`
 
 Count = Annotated[int, Field(ge=0)]
 Losses = list[tuple[Count, float, float]]  # (steps done, mean loss, learning rate)
@@ -144,7 +146,7 @@ class Checkpoints:
             raise
         except (Exception, CheckpointException) as error:
             reason = first_line(cause_of(error))
-            raise ValueError(f"{path} does not fit the model or the processes: {reason}") from error
+            raise ValueError(f"{path} does not fit the model or the number of processes: {reason}") from error
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints beyond `step`, the step from which the run resumes.
@@ -203,11 +205,18 @@ def read_manifest(directory: Path) -> Manifest:
     return parse_json(text, Manifest, MANIFEST)
 
 
-def find_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the earlier and the present value of all entries that differ, by name; `outer.inner` for a nested one."""
+def refuse_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any], instead: str) -> None:
+    """Raise a ValueError if what determines the result of a run differs from the values saved in its checkpoint.
+
+    The message names an entry that differs, `outer.inner` for a nested one, both values, and what to give `instead`.
+    Data come first: the classes of other data change the model, too.
+    """
     then, now = flatten_dict(then), flatten_dict(now)
-    pairs = {key: (then.get(key), now.get(key)) for key in sorted(then.keys() | now.keys())}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    for key in sorted(then.keys() | now.keys(), key=lambda key: (key != DATA, key)):
+        if then.get(key) != now.get(key):
+            change = f"{key}={then.get(key)!r}, and this run has {now.get(key)!r}"
+            change = shortened(f"other {DATA}" if key == DATA else change)
+            raise ValueError(f"{checkpoint} was made with {change}: give the same, or {instead}")
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Fine-tuning of saved image classifiers by transformers' Trainer, and evaluation of saved models."""
