@@ -5,7 +5,7 @@ source is executed, and errors are one line.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,9 @@ from .reading import (
     UnreadableError,
     WeightsIndex,
     explained,
+    parse_header,
     read_json,
+    read_text,
     shortened,
 )
 
@@ -160,6 +162,23 @@ def read_image_processor(
             return entry.model_dump(exclude_unset=True)
     path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
     return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
+
+
+def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the license that the card of a saved model states, as `license_terms` does."""
+    try:
+        path = find_file(str(source), "README.md", _raise_exceptions_for_connection_errors=False)
+        header = {} if path is None else parse_header(read_text(path), str(path))
+    except Exception:  # the card may be anything, and no command depends on it
+        return {}
+    return license_terms(header)
+
+
+def license_terms(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the entries license, license_name and license_link of some values; none without a license."""
+    found = {name: values.get(name) for name in ("license", "license_name", "license_link")}
+    terms = {name: value for name, value in found.items() if isinstance(value, str) and value}
+    return terms if "license" in terms else {}
 
 
 NOWHERE = (

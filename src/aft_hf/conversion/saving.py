@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..configuration_aft import AFTConfig, pair
 from ..data.atomic_files import UNFINISHED, move_into, sha256
 from ..data.image_size import processor_for
-from ..loading import load
+from ..loading import load, read_license
 from ..modeling_aft import AFTForImageClassification
 from ..reading import explained, first_line, read_json
 from .deit import convert_deit, copied_parts
@@ -105,6 +105,10 @@ def _convert(
     report.options["seed"] = seed
     if distillation is not None:
         report.options["distillation"] = distill(model, source, conversion=dict(report.options), **distillation)
+    terms = read_license(source.name)
+    if "license" in terms and (terms["license"] != "other" or "://" in terms.get("license_link", "")):
+        report.options["source_license"] = terms
+    model.config.conversion = report.for_config()
     return model, processor_for(source.image_processor, pair(model.config.image_size)), report
 
 
