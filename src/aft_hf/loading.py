@@ -166,6 +166,8 @@ def read_image_processor(
 
 def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
     """Return the license that the card of a saved model states, as `license_terms` does."""
+    if Path(source).is_file():  # a weight file has no card, and its path may have the form of an id on the Hub
+        return {}
     try:
         path = find_file(str(source), "README.md", _raise_exceptions_for_connection_errors=False)
         header = {} if path is None else parse_header(read_text(path), str(path))
