@@ -21,12 +21,33 @@ ROOT = Path(__file__).parents[1]
 
 
 class Values(griffe.Extension):
-    """Shows the value of a default that is a constant of a module in place of its name."""
+    """Shows the values of defaults that are constants of a module, and the whole signatures of mixers."""
 
     def on_function(self, *, func, loader, **kwargs):
         for parameter in func.parameters:
             if isinstance(parameter.default, griffe.ExprName) and parameter.default.name.isupper():
                 parameter.default = loader.modules_collection[parameter.default.canonical_path].value
+
+    def on_package(self, *, pkg, loader, **kwargs):
+        """Replace the `**options` of mixers by the arguments of their base classes."""
+        mixers = [each for name, each in pkg["mixers_aft"].classes.items() if name.startswith("AFT")]
+        signatures = [griffe.Parameters(*_arguments(mixer)) for mixer in mixers]
+        for mixer, parameters in zip(mixers, signatures):
+            mixer.set_member("__init__", griffe.Function("__init__", parameters=parameters, lineno=mixer.lineno))
+
+
+def _arguments(mixer):
+    """Return the parameters of `__init__`, with those that `**options` passes to the base class."""
+    if "__init__" not in mixer.members:
+        return _arguments(mixer.resolved_bases[0])
+    own = mixer.members["__init__"]
+    kept = [each for each in own.parameters if each.kind is not griffe.ParameterKind.var_keyword]
+    if len(kept) == len(own.parameters):
+        return kept
+    call = re.search(r"super\(\)\.__init__\((.*?)\)\n", f"{own.source}\n", re.DOTALL)[1]
+    known = {each.name for each in kept} | set(re.findall(r"(\w+)=", call))
+    inherited, keyword = _arguments(mixer.resolved_bases[0]), griffe.ParameterKind.keyword_only
+    return kept + [each for each in inherited if each.kind is keyword and each.name not in known]
 
 
 def on_files(files, config):

@@ -85,6 +85,14 @@ def test_dpt_reads_the_class_token_and_keeps_the_choice_when_saved(tmp_path, rea
     torch.testing.assert_close(again(pixels).predicted_depth, model(pixels).predicted_depth, rtol=0, atol=0)
 
 
+def test_dpt_does_not_run_on_conv_which_has_no_class_token():
+    backbone = config_of("conv", out_indices=[0, 1, 2, 3], reshape_hidden_states=False)
+    sizes = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "head_in_index": -1}
+    model = DPTForDepthEstimation(DPTConfig(backbone_config=backbone, **sizes)).eval()
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(1, 3, 32, 32))
+
+
 def test_a_backbone_that_was_saved_keeps_its_stages_and_a_classifier_names_none(tmp_path):
     save_classifier(tmp_path / "classifier")
     assert json.loads((tmp_path / "classifier" / "config.json").read_text())["out_indices"] is None

@@ -1,5 +1,6 @@
 """Tests of `aft-hf benchmark`: models of any architecture side by side, turns, and peak memory."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -56,6 +57,19 @@ def test_models_are_compared_at_each_size(saved, quick, run_command):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("32 px") == done.stdout.count("64 px") == 3 and "3.0" in done.stdout
     assert "forward pass, batch size 2, float32" in done.stdout
+
+
+def test_a_model_that_is_twice_as_fast_has_twice_the_speed_as_on_the_pages(monkeypatch, run_command):
+    rows = {"vit": (0.5, 2**20), "aft": (0.25, 2**19), "unknown": (1.0, 0)}
+    monkeypatch.setattr(benchmarking, "measure", lambda *_, **__: ("32 px", rows))
+    done = run_command("aft-hf", "benchmark", *rows)
+    assert all(heading in done.stdout for heading in ("x speed", "x memory")) and "ratio" not in done.stdout
+    cells = [re.findall(r"\S+", line.replace("│", " ")) for line in done.stdout.splitlines() if "32 px" in line]
+    assert [row[3:] for row in cells] == [
+        ["500.0", "1.00", "1.0", "1.00"],
+        ["250.0", "2.00", "0.5", "0.50"],
+        ["1000.0", "0.50", "-", "-"],
+    ]
 
 
 @pytest.mark.parametrize("options", [[], ["--bf16", "--length", "16"]], ids=["defaults", "bf16"])

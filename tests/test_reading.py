@@ -196,7 +196,7 @@ FAILURES = {
     "an error of the system": (lambda: os.stat("/no/such/file"), "No such file"),
     "an error without a message": (lambda: fails(ValueError()), "ValueError"),
     "a file name in the colors of a terminal": (lambda: fails(ValueError("\x1b[31mx\ud800")), "program: [31mx"),
-    "a package that is not installed": (lambda: __import__("no_such_package"), "no_such_package is not installed"),
+    "a package that is not installed": (lambda: __import__("no_such_package"), "install '.[train]' in a clone"),
     "no memory": (lambda: fails(MemoryError()), "out of memory: use a smaller model"),
     "no memory for a tensor": (lambda: torch.empty(2**56), "out of memory: use a smaller model"),
     "a bug": (lambda: {}["a"], "KeyError: 'a' in <lambda>"),

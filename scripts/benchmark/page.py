@@ -49,7 +49,7 @@ def table(records: list[dict[str, Any]]) -> str:
     """The table in Markdown: times the speed of the peer and, in parentheses, the share of the limit; memory."""
     found = {record["case"]: record for record in records}
     lines = [
-        "| model | peer | inference fp32 | bf16 | training fp32 | bf16 | memory, inference | training |",
+        "| model | peer | x speed: inference fp32 | bf16 | training fp32 | bf16 | x memory: inference | training |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for model, _ in TABLE:
@@ -104,12 +104,15 @@ def draw_growth(records: list[dict[str, Any]], kind: type[Images] | type[Text]) 
                 point = size, record["seconds"][candidate], record["bytes"][candidate] / 2**20
                 if all(size != other[0] for other in lines.setdefault(name, [])):
                     lines[name].append(point)
-    figure, axes = new_figure(1, 2, (6.4, 3.0))
-    for column, (axis, title) in enumerate(zip(axes[0], ("seconds", "peak memory, MiB")), 1):
+    figure, axes = new_figure(2, 1, (3.4, 4.6))  # for a phone of 360 pixels
+    for column, (axis, title) in enumerate(zip(axes[:, 0], ("seconds", "peak memory, MiB")), 1):
         axis.set(xscale="log", yscale="log", title=title, xlabel="tokens" if kind is Text else "pixels of a side")
-        for (name, points), colour in zip(lines.items(), CURVES):
+        colours = iter(CURVES)
+        for place, (name, points) in enumerate(lines.items()):
             sizes, values = zip(*((point[0], point[column]) for point in sorted(points)))
-            axis.plot(sizes, values, ".-", color=INK if name in ("ViT", "GPT-2") else colour, label=name)
+            width = 5 if place == 0 else 1.5  # the lines of two types of AFT may lie on each other
+            colour = INK if name in ("ViT", "GPT-2") else next(colours)
+            axis.plot(sizes, values, ".-", color=colour, linewidth=width, markersize=width + 4, label=name)
             axis.set_xticks(sizes, [f"{x // 1024}k" if kind is Text else str(x) for x in sizes])
         low, high = axis.get_ylim()
         ticks = [x * 10.0**power for power in range(-4, 6) for x in (1, 2, 5)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import gradio as gr
 import numpy as np
 import torch
+from gradio.media import get_image
 from images import example_digits, image_input, is_image
 from loading import Loaded
 from maps import PatchMaps, patch_maps
@@ -69,8 +70,8 @@ class ImageDemo:
     def most_telling(self, image: Image.Image) -> tuple[int, int]:
         """The layer and head, counted from 1, to show first.
 
-        It is the head in which position biases change the weights of the central patch most while the weights are
-        still spread over several patches.
+        It is the head in which position biases of various sizes change the weights of the central patch most while the
+        weights are still spread over several patches.
         """
         pixels, best = self.pixels(image), (0.0, 1, 1)
         for layer in range(self.num_layers):
@@ -78,7 +79,9 @@ class ImageDemo:
             weights, keys = maps.weights.flatten(1), maps.keys.flatten(1)
             moved = (weights - keys).abs().sum(1)  # (h,), twice the weight that moved
             spread = torch.special.entr(weights).sum(1)  # nats
-            score, head = (moved * spread).max(0)
+            inside = [w[(w != 0) & w.isfinite()] for w in maps.biases]  # of the kernel or window
+            varied = torch.stack([w.std() if len(w) > 1 else torch.tensor(0.0) for w in inside])
+            score, head = (moved * spread * varied / (1 + varied)).max(0)
             best = max(best, (score.item(), layer + 1, int(head) + 1))
         return best[1:]
 
@@ -101,7 +104,7 @@ class ImageDemo:
 
 
 def _pictures(maps: PatchMaps, head: int) -> tuple[str, str, str]:
-    limit = _limit(maps)
+    limit = _limit(maps.biases[head])
     biases = colour_scale(BIASES, f"\N{MINUS SIGN}{limit:.2g}", f"+{limit:.2g}", "0")
     return (
         _shares(maps.keys[head], "Keys", "exp(K): from the key alone"),
@@ -115,8 +118,8 @@ def _shares(shares: np.ndarray, title: str, note: str) -> str:
     return figure(share_map(shares, largest), title, note, colour_scale(SHARES, "0", f"{largest:.1%}"))
 
 
-def _limit(maps: PatchMaps) -> float:
-    return float(np.abs(np.nan_to_num(maps.biases, neginf=0.0)).max()) or 1.0
+def _limit(biases: np.ndarray) -> float:
+    return float(np.abs(np.nan_to_num(biases, neginf=0.0)).max()) or 1.0
 
 
 def _all_heads(maps: PatchMaps, chosen: int) -> str:
@@ -124,7 +127,7 @@ def _all_heads(maps: PatchMaps, chosen: int) -> str:
     if heads == 1:
         return ""
     shown = slice(0, MOST_HEADS)
-    limit = _limit(maps)
+    limit = _limit(maps.biases)
     keys = thumbnails([share_map(x, float(x.max())) for x in maps.keys[shown]], "head", chosen)
     biases = thumbnails([bias_map(x, limit) for x in maps.biases[shown]], "head", chosen)
     title = f"the {heads} heads" if heads <= MOST_HEADS else f"the first {MOST_HEADS} of {heads} heads"
@@ -135,8 +138,11 @@ def build(app: gr.Blocks, loaded: Loaded) -> None:
     """Lay out the tab and connect its events."""
     demo = ImageDemo(loaded.model, loaded.processor)
     examples = [str(path) for path in sorted(Path(loaded.source).glob("*.jpg")) if is_image(path)]  # beside the model
-    if set(map(str, demo.model.config.id2label.values())) == set("0123456789"):
+    names = set(map(str, demo.model.config.id2label.values()))
+    if names == set("0123456789"):
         examples = example_digits(tempfile.mkdtemp(prefix="aft_digits_"))
+    elif names >= {"cat", "truck"}:
+        examples += [get_image("bus.png"), get_image("lion.jpg")]  # that come with gradio
     start_image = open_image(examples[0]) if examples else Image.new("RGB", (32, 32), "grey")
     first_layer, first_head = demo.most_telling(start_image)
     query = gr.State(None)

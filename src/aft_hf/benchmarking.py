@@ -43,29 +43,29 @@ def benchmark_command(
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16: in training by autocast.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Timed calls of each model.")] = 7,
 ) -> None:
-    """Compare the time and peak memory of models, which take turns in one process.
+    """Compare the speed and peak memory of models, which take turns in one process.
 
-    Ratios are relative to the first model: 2 is twice its time or memory.
+    Both are relative to the first model: a speed of 2 x takes half its time, a memory of 2 x takes twice its memory.
     """
     if image_size and length:
         raise ValueError("give --image-size or --length, not both: models read either images or texts")
     table = Table("size", "model")
-    for name in ("ms", "ratio", "MiB", "ratio"):
+    for name in ("ms", "x speed", "MiB", "x memory"):
         table.add_column(name, justify="right")
     sizes: list[int | None] = [*(image_size or length or [])] or [None]  # None: the model's own
     for size in sizes:
         options = {"size": size, "batch_size": batch_size, "training": training, "bf16": bf16}
         size_name, rows = measure(models, turns=turns, **options)
         for model, row in rows.items():
-            cells = []
-            for value, first, unit in zip(row, rows[models[0]], (1e-3, 2**20)):
-                cells += [f"{value / unit:.1f}", f"{value / first:.2f}"] if value else ["-", "-"]
-            table.add_row(size_name, model, *cells)
+            (seconds, peak), (first_seconds, first_peak) = row, rows[models[0]]
+            memory = [f"{peak / 2**20:.1f}", f"{peak / first_peak:.2f}"] if peak else ["-", "-"]
+            table.add_row(size_name, model, f"{1e3 * seconds:.1f}", f"{first_seconds / seconds:.2f}", *memory)
         table.add_section()
     task = "training step" if training else "forward pass"
     plain_console().print(table)
     print(f"{task}, batch size {batch_size}, {'bfloat16' if bf16 else 'float32'}, {machine()}")
     print("ms: median time of a call. MiB: peak memory of a call, beyond the weights of the model.")
+    print("x speed, x memory: relative to the first model; 2 x speed is half its time, 2 x memory twice its memory.")
 
 
 def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dict[str, tuple[float, int]]]:

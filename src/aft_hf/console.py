@@ -99,7 +99,7 @@ def reported(program: str) -> Iterator[None]:
 def _sentence(error: BaseException) -> str:
     text = message_of(error)
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed: run pip install 'aft-hf[train]'"
+        return f"{error.name} is not installed: run pip install '.[train]' in a clone of aft-hf"
     if is_out_of_memory(error):
         return "out of memory: use a smaller model or batch size"
     if isinstance(error, (ValueError, OSError)):

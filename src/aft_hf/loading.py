@@ -5,7 +5,7 @@ source is executed, and errors are one line.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,16 @@ from transformers.utils.import_utils import DummyObject
 
 from .errors import UnreadableError, explained, shortened
 from .limits import limited
-from .reading import ImageProcessorConfig, ModelConfig, ProcessorConfig, TokenizerConfig, WeightsIndex, read_json
+from .reading import (
+    ImageProcessorConfig,
+    ModelConfig,
+    ProcessorConfig,
+    TokenizerConfig,
+    WeightsIndex,
+    parse_header,
+    read_json,
+    read_text,
+)
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
@@ -151,6 +160,25 @@ def read_image_processor(
             return entry.model_dump(exclude_unset=True)
     path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
     return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
+
+
+def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the license that the card of a saved model states, as `license_terms` does."""
+    if Path(source).is_file():  # a weight file has no card, and its path may have the form of an id on the Hub
+        return {}
+    try:
+        path = find_file(str(source), "README.md", _raise_exceptions_for_connection_errors=False)
+        header = {} if path is None else parse_header(read_text(path), str(path))
+    except Exception:  # the card may be anything, and no command depends on it
+        return {}
+    return license_terms(header)
+
+
+def license_terms(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the entries license, license_name and license_link of some values; none without a license."""
+    found = {name: values.get(name) for name in ("license", "license_name", "license_link")}
+    terms = {name: value for name, value in found.items() if isinstance(value, str) and value}
+    return terms if "license" in terms else {}
 
 
 NOWHERE = (

@@ -287,8 +287,8 @@ def provides(name: str, device_type: str) -> bool:
             if device_type in ("cpu", "cuda"):
                 logger.warning_once(
                     f"AFT computes with PyTorch operations, which take several times longer on a {device_type} device "
-                    "than the kernels of the package aft_hf: install it from the repository of this model's code, and "
-                    "import aft_hf"
+                    "than the kernels of the package aft_hf, which is not on PyPI: run `pip install .` in a clone of "
+                    "its repository, and import aft_hf"
                 )
             return False
         known = _provided[name, device_type] = package.provides(name, device_type)

@@ -57,7 +57,7 @@ def _check_transformers(version: str) -> None:
         raise ImportError(f"AFT needs transformers {oldest} or newer, got {version}")
     if release > NEWEST_TRANSFORMERS:
         logger.warning_once(
-            f"AFT is tested with transformers up to {newest}, and this is {version}: install a newer aft-hf"
+            f"AFT is tested with transformers up to {newest}, and this is {version}: update the clone of aft-hf"
         )
 
 

@@ -21,6 +21,16 @@ def test_there_is_an_example_for_each_client():
     }
 
 
+def test_the_page_names_the_versions_that_the_tests_install():
+    files = ("constraints.txt", "tests/clients/constraints.txt", "tests/clients/requirements.txt")
+    pins = "\n".join((ROOT / file).read_text() for file in files)
+    installed = dict(re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE))
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \|", PAGES[0].read_text(), re.MULTILINE)
+    versions = {name.lower(): version for name, version in rows}
+    assert {"trl", "peft", "lm_eval", "lightning", "sentence-transformers", "onnxruntime"} <= versions.keys()
+    assert {name for name, version in versions.items() if not installed[name].startswith(version)} == set()
+
+
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_runs(title, saved, tmp_path, monkeypatch, request):
     code = EXAMPLES[title]

@@ -218,9 +218,15 @@ def test_report_and_card_say_what_was_done(vit, images, tmp_path):
     done = saved.options["distillation"]
     assert (done["images"], done["steps"], done["batch_size"], done["seed"]) == (24, 3, 8, 0)
     assert saved.with_status("copied") and verify_conversion(vit, out) == 0
-    assert "distilled from its source on 24 unlabeled images in 3 steps" in " ".join(
-        write_card(out).read_text().split()
-    )
+    sentence = "distilled from its source on 24 unlabeled images in 3 steps"
+    assert sentence in write_card(out).read_text() and "not recorded here" not in write_card(out).read_text()
+    # Any training that loads and saves the model keeps the record, without the report.
+    model = AFTForImageClassification.from_pretrained(out)
+    model.classifier.bias.data += 1
+    model.save_pretrained(tmp_path / "trained")
+    text = write_card(tmp_path / "trained").read_text()
+    assert "Converted from `vit`." in text and sentence in text and REPORT_NAME not in text
+    assert "**Training after the conversion is not recorded here.**" in text
 
 
 def save_images(images, path):

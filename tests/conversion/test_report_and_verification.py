@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+import yaml
 from checkpoints import OPTIONS, TIMM, save_pth
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from aft_hf import convert_deit
+from aft_hf import AFTForImageClassification, convert_deit
 from aft_hf.conversion import REPORT_NAME, ConversionError, ConversionReport, save_converted, verify_conversion
+from aft_hf.publishing import build_card
 
 
 def test_a_report_accounts_for_every_tensor_and_is_refused_if_it_does_not(tmp_path):
@@ -41,6 +43,32 @@ def test_a_saved_report_says_with_what_and_how_it_was_made(tmp_path):
     assert ConversionReport.model_validate_json(report.model_dump_json()) == report
     counts = ("32 tensors (0.01 M) copied", "8 tensors (0.00 M) new", "8 tensors (0.00 M) dropped")
     assert report.summary() == ", ".join(counts)
+
+
+@pytest.mark.parametrize(
+    ("header", "license"),
+    [
+        ("license: mit", {"license": "mit"}),
+        ("license: other\nlicense_name: theirs\nlicense_link: https://example.org/terms", "all"),
+        ("license: other\nlicense_link: LICENSE", None),  # of a file that is not beside the AFT
+        ("license: [mit", None),
+        ("license: 3", None),
+        (None, None),
+    ],
+)
+def test_a_converted_model_has_the_license_of_its_source_if_it_is_known(vit, tmp_path, header, license):
+    if header is not None:
+        (vit / "README.md").write_text(f"---\n{header}\n---\n# A ViT\n")
+    _, report = save_converted(vit, tmp_path / "aft", **OPTIONS)
+    expected = yaml.safe_load(header) if license == "all" else license
+    assert report.options.get("source_license") == expected
+    # The record is in the config, so it follows the model through any training.
+    AFTForImageClassification.from_pretrained(tmp_path / "aft").save_pretrained(tmp_path / "trained")
+    for directory in ("aft", "trained"):
+        metadata = build_card(tmp_path / directory).data.to_dict()
+        assert {name: value for name, value in metadata.items() if name.startswith("license")} == (expected or {})
+        own = build_card(tmp_path / directory, license="gpl-3.0").data.to_dict()
+        assert own["license"] == "gpl-3.0" and "license_name" not in own
 
 
 # ------------------------------------------------------------------------------------------------------ verification

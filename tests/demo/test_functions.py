@@ -65,12 +65,13 @@ def test_maps_change_with_layer_head_and_patch(image_demo):
     assert len(set(biases)) == 4
 
 
-def test_the_head_that_is_shown_first_moves_the_weights_and_leaves_several(image_demo):
+def test_the_head_that_is_shown_first_moves_the_weights_in_a_pattern_and_leaves_several(image_demo):
     with torch.no_grad():
         for layer in image_demo.model.aft.layers:
             layer.mixer.kernel_scale.zero_(), layer.mixer.kernel_shift.zero_()
         image_demo.model.aft.layers[1].mixer.kernel_scale[2] = 1.0
         image_demo.model.aft.layers[0].mixer.kernel_scale[1] = 100.0  # one patch has all the weight
+        image_demo.model.aft.layers[0].mixer.kernel_shift[0] = -9.0  # all of its kernel is hidden
     assert image_demo.most_telling(noise()) == (2, 3)
 
 

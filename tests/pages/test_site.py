@@ -1,9 +1,11 @@
 """The documentation site: what the build generates, and how its pages look in a browser."""
 
 import functools
+import html
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -42,6 +44,12 @@ def test_the_reference_shows_values_and_the_search_has_an_index(site):
         (site / "reference" / name / "index.html").read_text() for name in ("conversion", "configuration", "recipes")
     )
     assert "KERNEL_SIZE" not in conversion
+    layers = html.unescape(re.sub("<[^>]*>", "", (site / "reference" / "layers" / "index.html").read_text()))
+    (local,) = re.findall(r"\bAFTLocal\(\n.*?\n\)", layers, re.DOTALL)
+    for argument in ("window_size: int", "num_heads: int = 1", "position_bias_dim: int | None = 128"):
+        assert argument in local
+    (conv,) = re.findall(r"\bAFTConv\(\n.*?\n\)", layers, re.DOTALL)
+    assert "options" not in local + conv and "key_per_head" not in conv  # which a caller cannot give
     assert "1 to 131,072, default: <code>256</code>" in fields
     assert "data.augmentation.mixup" in keys
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]

@@ -202,6 +202,23 @@ def test_code_fits_the_box_of_a_page(page):
     assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
 
 
+def test_the_chat_of_the_serving_page_asks_for_the_model_that_its_server_serves():
+    """A server that was started with a model refuses requests for another one."""
+    chat = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("## Chat")[2].partition("\n## ")[0]
+    served, asked = (re.findall(rf"aft-hf transformers {command} (\S+)", chat) for command in ("serve", "chat"))
+    assert served == asked and len(asked) == 1
+
+
+def test_no_page_and_no_message_installs_the_package_by_a_name_that_anyone_may_register_on_pypi():
+    """It is not on PyPI, so that a package with its name there would be somebody else's."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    texts = [path for path in map(Path, listed.split("\0")) if path.suffix in (".py", ".md", ".ipynb", ".cpp", ".h")]
+    assert Path("README.md") in texts and Path("src/aft_hf/publishing/template.md") in texts
+    named = re.compile(r"\baft-hf\[|install( -\S+)* [\"']?aft[-_]hf\b|newer aft-hf")
+    found = {str(path): named.findall((ROOT / path).read_text(encoding="utf-8")) for path in texts}
+    assert {path: lines for path, lines in found.items() if lines and path != "tests/pages/test_snippets.py"} == {}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_code_is_in_fences_with_a_language(page):
     """Other code would not run in these tests."""

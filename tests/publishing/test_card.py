@@ -5,14 +5,17 @@ import math
 import re
 import shutil
 import struct
+from hashlib import sha256
 
 import pytest
 import tiny
+import torch
 from hub import metadata_errors
 from huggingface_hub import ModelCard
 from PIL import Image
 from saved_models import changed
 from tiny import environment, run
+from transformers import AutoModelForImageClassification, Trainer, TrainingArguments
 
 from aft_hf import AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.conversion import ConversionReport
@@ -110,7 +113,8 @@ def test_every_number_on_the_card_comes_from_a_file(filled):
 def test_what_was_not_measured_is_not_on_the_card(directory):
     text = str(build_card(directory, repo_id="me/tiny"))
     assert "## Training" not in text and "## Conversion" not in text
-    assert "No evaluation is recorded" in text and "take the weights as untrained" in text
+    assert "No evaluation is recorded" in text
+    assert "**Training is not recorded here.**" in text and "untrained" not in text  # nobody knows whether it is
     assert "losses.png" not in text
     metadata = ModelCard(text).data.to_dict()
     assert not {"model-index", "metrics", "datasets", "base_model"} & metadata.keys()
@@ -134,26 +138,80 @@ def test_results_stand_beside_the_file_that_holds_them_and_pictures_below(filled
     [
         ("all_results.json", {"eval_accuracy": 0.5, "eval_runtime": 3.2, "eval_samples": 9, "epoch": 0}, False),
         ("results.json", {"as trained": {"accuracy": 0.5}}, False),  # a file of `aft-hf evaluate --out`
+        ("trainer_state.json", {"global_step": 0, "epoch": 0, "log_history": [{"eval_accuracy": 0.5}]}, False),
         ("all_results.json", TRAINER, True),
         ("results.json", RESULTS, True),
+        ("trainer_state.json", {"global_step": 7, "log_history": [{"step": 7, "eval_accuracy": 0.5}]}, True),
     ],
 )
-def test_a_model_that_was_only_evaluated_is_called_untrained(directory, name, content, trained):
+def test_training_is_recorded_if_a_file_describes_it_and_an_evaluation_is_none(directory, name, content, trained):
     (directory / name).write_text(json.dumps(content))
     text = str(build_card(directory))
-    assert ("take the weights as untrained" in text) != trained
-    assert ("| accuracy | 0." in text) == ("as trained" not in content)
+    assert ("Training is not recorded here" in text) != trained and "untrained" not in text
+    assert ("| accuracy | 0." in text) == (content.get("global_step") != 0)
+
+
+def test_a_file_of_evaluate_counts_under_any_name_and_shows_its_image_sizes(filled):
+    content = {"as trained": {"accuracy": 0.625, "loss": 1.5}, "48 px": {"accuracy": 0.5, "loss": math.inf}}
+    (filled / "cifar10-test.json").write_text(json.dumps(content))
+    (filled / "notes.json").write_text(json.dumps({"as trained": {"accuracy": 0.1}, "mine": {}}))
+    (filled / "list.json").write_text("[1]")
+    (filled / "damaged.json").write_text("{")
+    card = build_card(filled)
+    for row in ("accuracy | 0.6250", "loss | 1.500", "accuracy, 48 px | 0.5000"):
+        assert f"| {row} | not recorded | `cifar10-test.json` |" in card.text
+    assert "notes.json" not in card.text and "inf" not in card.text.split("## Results")[1]
+    assert card.data.metrics == ["accuracy", "f1", "loss"]
+
+
+def test_a_model_of_plain_trainer_has_its_training_on_the_card(directory, tmp_path):
+    model = AutoModelForImageClassification.from_pretrained(directory)
+    rows = [{"pixel_values": torch.zeros(3, 16, 16), "labels": label} for label in (0, 1)]
+    options = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "report_to": "none", "use_cpu": True}
+    arguments = TrainingArguments(str(tmp_path / "out"), save_strategy="no", disable_tqdm=True, **options)
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    assert "**Training is not recorded here.**" in str(build_card(tmp_path / "out"))
+    trainer.save_state()
+    text = str(build_card(tmp_path / "out"))
+    assert "not recorded here" not in text and "| global step | 3 | `trainer_state.json` |" in text
+    assert "| train loss | " in text and re.search(r"\| loss \| .* \| validation \| `trainer_state.json`", text)
+    # Trainer loads the best checkpoint at the end, of which the last evaluation need not be.
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    (tmp_path / "out" / "trainer_state.json").write_text(json.dumps(state | {"best_model_checkpoint": "checkpoint-2"}))
+    assert "No evaluation is recorded" in str(build_card(tmp_path / "out"))
+
+
+def test_a_conversion_whose_weights_were_trained_is_not_called_untrained(directory):
+    digest = sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    report = REPORT | {"files": {"model.safetensors": digest}}
+    (directory / "conversion_report.json").write_text(json.dumps(report))
+    assert "take the weights as untrained" in str(build_card(directory))
+    model = AutoModelForImageClassification.from_pretrained(directory)
+    model.classifier.bias.data += 1
+    model.save_pretrained(directory)
+    text = str(build_card(directory))
+    assert "**Training after the conversion is not recorded here.**" in text
+    assert "untrained" not in text and "train the new tensors" not in text
+
+
+@pytest.mark.parametrize("conversion", [{"source": 3}, {"options": {}}, {"source": "a/b", "options": []}])
+def test_a_damaged_record_of_a_conversion_in_the_config_is_named(directory, conversion):
+    changed(conversion=conversion)(directory / "config.json")
+    with pytest.raises(PublishError, match=r"config\.json: conversion cannot be read"):
+        build_card(directory)
 
 
 def test_the_metadata_is_what_the_hub_wants(filled):
-    path = write_card(filled, repo_id="me/tiny")
+    path = write_card(filled, repo_id="me/tiny", license="mit")
     assert card_problems(path.read_text(), filled) == [] and path.read_text() == str(
         build_card(filled, repo_id="me/tiny")
     )
     metadata = ModelCard.load(path).data.to_dict()
     assert metadata_errors(metadata) == []
     assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "image-classification"
-    assert metadata["license"] == "apache-2.0" and metadata["datasets"] == ["someone/pictures"]
+    assert metadata["license"] == "mit" and metadata["datasets"] == ["someone/pictures"]
     assert metadata["base_model"] == "someone/deit-tiny" and metadata["base_model_relation"] == "finetune"
     assert metadata["metrics"] == ["accuracy", "f1", "loss"] and "aft-conv" in metadata["tags"]
     results = metadata["model-index"][0]["results"]
@@ -223,13 +281,15 @@ def test_a_card_of_ours_is_written_anew_and_one_of_the_users_stays(directory):
     assert MARKER in write_card(directory).read_text()
 
 
-def test_a_license_is_written_and_stays_until_another_is_given(directory):
+def test_a_license_is_never_chosen_for_the_user_and_stays_until_another_is_given(directory):
     # The last one is written as SPDX does.
-    for given, expected in ((None, "apache-2.0"), ("mit", "mit"), (None, "mit"), ("CC-BY-4.0", "cc-by-4.0")):
-        write_card(directory, license=given)
-        assert ModelCard.load(directory / "README.md").data.license == expected
+    for given, expected in ((None, None), ("mit", "mit"), (None, "mit"), ("CC-BY-4.0", "cc-by-4.0")):
+        text = write_card(directory, license=given).read_text()
+        assert ModelCard(text).data.license == expected and card_problems(text, directory) == []
+        assert ("No license is given" in text) == (expected is None)
     with pytest.raises(PublishError, match=r"put the text of the license into .*LICENSE"):
         write_card(directory, license="other")
+    assert card_problems("---\ntags:\n- mine\n---\n", directory)[-1] == "the metadata lacks license"  # a user's card
     (directory / "LICENSE").write_text("Do as you like.")
     for given in ("other", None):
         write_card(directory, license=given)
@@ -243,6 +303,9 @@ def test_a_dry_run_of_the_command_shows_the_card_with_the_license(directory, run
     assert done.returncode == 0 and "license mit" in done.stdout and "nothing was uploaded" in done.stdout
     assert "license: mit\n" in done.stdout and "## Limits and risks" in done.stdout
     assert not (directory / "README.md").exists()
+    done = run_command("aft-hf", "publish", directory, "me/tiny", "--dry-run")
+    assert done.returncode == 0 and "card, no license" in done.stdout and "apache" not in done.stdout
+    assert "no license is given, and the card says so; --license mit gives one" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_strings_of_files_are_text_on_the_card_and_harmless_in_its_metadata(dire
     assert not re.search(r"(https?://|\bwww\.|\w@)evil", without_code(card))  # these would become links
     metadata = ModelCard.load(path).data.to_dict()
     assert metadata_errors(metadata) == [] and card_problems(card, directory) == []
-    assert metadata["license"] == "apache-2.0" and metadata["library_name"] == "transformers"
+    assert "license" not in metadata and metadata["library_name"] == "transformers"
     header = path.read_text().split("\n---\n")[0]
     assert yaml.safe_load(header.removeprefix("---\n")) == metadata
     assert not set("<>\x1b\x00\u202e\u2028") & set(header) and "](" not in header

@@ -123,8 +123,9 @@ def convert_command(
         distillation=distillation if distill else None,
         **{name: context.params[name] for name in PASSED_ON},
     )
-    name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper, with the sizes of conv
-    name += f" {model.config.kernel_size}/{model.config.num_heads}" if "conv" in name else ""
+    name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper
+    if "conv" in name:
+        name += f" {model.config.kernel_size}/{model.config.num_heads} (kernel size/position-bias heads)"
     can_train = chooses_a_class(model.config)
     can_distill = not distill and num_labels is None and can_train
     words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]

@@ -17,7 +17,8 @@ def publish_command(
         bool | None, typer.Option("--private/--public", help="Visibility of a new repository. Default: the account's.")
     ] = None,
     license: Annotated[
-        str | None, typer.Option(help="SPDX id of the license of the weights. Default: the card's, or apache-2.0.")
+        str | None,
+        typer.Option(help="SPDX id of the license of the weights. Default: that of the card or the source."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and show what would be uploaded; write and upload nothing.")

@@ -43,8 +43,8 @@ class ConversionReport(Document):
 
     Attributes:
         source: name of the converted checkpoint.
-        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed and the
-            record of the distillation, if there were any.
+        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed, the license
+            that the source states and the record of the distillation, if there were any.
         versions: versions of the libraries.
         tensors: a record for each tensor of the target, and for each dropped tensor of the source.
         files: SHA-256 of the files beside a saved report that the conversion wrote, by name.
@@ -61,6 +61,10 @@ class ConversionReport(Document):
     def with_status(self, status: Status) -> list[TensorRecord]:
         """Return the records with a given status."""
         return [record for record in self.tensors if record.status == status]
+
+    def for_config(self) -> dict[str, Any]:
+        """Return what the config of the model keeps, so that it follows the model through any later training."""
+        return self.model_dump(mode="json", include={"source", "options"})
 
     def check(self, source: Iterable[str], target: Collection[str]) -> None:
         """Raise a ConversionError unless the report lists all tensors of the source, and those of the target once."""

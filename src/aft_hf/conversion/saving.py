@@ -16,7 +16,7 @@ from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
 from ..data.image_size import processor_for
 from ..errors import explained, first_line
-from ..loading import load
+from ..loading import load, read_license
 from ..modeling_aft import AFTForImageClassification
 from ..reading import read_json
 from .deit import convert_deit, copied_parts
@@ -103,6 +103,10 @@ def _convert(
     report.options["seed"] = seed
     if distillation is not None:
         report.options["distillation"] = distill(model, source, conversion=dict(report.options), **distillation)
+    terms = read_license(source.name)
+    if "license" in terms and (terms["license"] != "other" or "://" in terms.get("license_link", "")):
+        report.options["source_license"] = terms
+    model.config.conversion = report.for_config()
     return model, processor_for(source.image_processor, pair(model.config.image_size)), report
 
 

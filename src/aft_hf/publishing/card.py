@@ -11,8 +11,9 @@ from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..errors import first_line
+from ..loading import read_license
 from ..modeling_aft import HEADS, AFTModel
-from ..reading import parse_header, read_text
+from ..reading import parse_header
 from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
 from .folder import PublishError, misplaced_files
@@ -20,7 +21,6 @@ from .folder import PublishError, misplaced_files
 
 TEMPLATE = Path(__file__).with_name("template.md")
 README = "README.md"
-DEFAULT_LICENSE = "apache-2.0"
 PICTURES = {  # that the card shows if they lie beside it
     "position_biases.png": "Position biases w of layers and heads: red where a position counts more, blue where less.",
     "losses.png": "The loss over the training steps, and the results of evaluations during training.",
@@ -29,7 +29,8 @@ PICTURES = {  # that the card shows if they lie beside it
 MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
 # A card with one of them may be replaced: it was generated here, or by transformers without facts on the model.
 GENERATED = (MARKER, "generated_from_trainer", "# Model Card for Model ID")
-UNTRAINED = "No training is recorded in this repository: take the weights as untrained, for tests and for fine-tuning."
+UNTRAINED = "These are the weights of the conversion: take the weights as untrained, for tests and for fine-tuning."
+NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
@@ -53,7 +54,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
         directory: the directory that `save_pretrained` wrote, with the files of training and conversion.
         repo_id: "name/model" on the Hub. Default: the name of the directory.
         license: license of the weights by its name on the Hub, which checks it. Default: the license in README.md, or
-            else Apache 2.0.
+            that of the model that this one was converted from; if there is none, the card says so.
 
     Raises:
         PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
@@ -76,16 +77,17 @@ def build_card(
     if (kind := (facts.architecture, config.modality)) not in TASKS:
         raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
     name, task = source.split("/")[-1], PIXELS if facts.is_pixels else TASKS[kind]
-    distilled = facts.conversion is not None and facts.conversion["distillation"]
+    terms = _license(directory, license, facts)
     pictures = [file for file in PICTURES if (directory / file).is_file()]
     types = set(config.layer_aft_types)
     return ModelCard.from_template(
-        _metadata(facts, name, task, _license(directory, license)),
+        _metadata(facts, name, task, terms),
         template_path=str(TEMPLATE),
         marker=MARKER,
         name=name,
         source=source,
-        status="" if facts.was_trained or distilled else UNTRAINED,
+        status=_status(facts),
+        no_license="" if terms else NO_LICENSE,
         facts=facts,
         config=config,
         kind=f"AFT-{'/'.join(sorted(types))}",
@@ -127,7 +129,8 @@ def card_problems(text: str, directory: Path) -> list[str]:
         data = card.data.to_dict()
     except Exception as error:  # the YAML parser and the card classes can raise any exception
         return [f"the metadata cannot be read ({first_line(error)})"]
-    problems = [f"the metadata lacks {name}" for name in REQUIRED if not data.get(name)]
+    required = [name for name in REQUIRED if name != "license" or NO_LICENSE not in text]
+    problems = [f"the metadata lacks {name}" for name in required if not data.get(name)]
     for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
         if "://" not in picture and not (directory / picture).is_file():
             problems.append(f"shows {picture}, which does not exist")
@@ -137,15 +140,10 @@ def card_problems(text: str, directory: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- metadata
 
 
-def _license(directory: Path, license: str | None) -> dict[str, str]:
-    """Return the metadata of the license: those of a given license, or those in README.md."""
+def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, str]:
+    """Return the metadata of the license: a given one, that in README.md, or that of the source of a conversion."""
     if license is None:
-        try:
-            written = parse_header(read_text(directory / README), README)
-        except Exception:  # there is no card yet, or the checks report what is wrong with it
-            written = {}
-        kept = {name: value for name, value in written.items() if name.startswith("license") and value}
-        return kept if "license" in kept else {"license": DEFAULT_LICENSE}
+        return read_license(directory) or (facts.conversion or {}).get("license", {})
     if (license := license.strip().lower()) != "other":
         return {"license": license}
     if not (directory / "LICENSE").is_file():
@@ -183,6 +181,17 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> Mode
 
 
 # --------------------------------------------------------------------------------------------------------------- body
+
+
+def _status(facts: Facts) -> str:
+    """Return what a reader must know of the training of the weights before anything else."""
+    if facts.was_trained:
+        return ""
+    if facts.conversion is None:
+        return "Training is not recorded here."
+    if not facts.conversion["is_unchanged"]:
+        return "Training after the conversion is not recorded here."
+    return UNTRAINED if facts.conversion["has_new"] else ""
 
 
 def _architecture(facts: Facts) -> dict[str, Any]:

@@ -2,22 +2,28 @@
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import parse_local_safetensors_file_metadata
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.generic import flatten_dict
 
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
-from ..loading import load
-from ..reading import read_json
+from ..data.atomic_files import sha256
+from ..loading import license_terms, load
+from ..reading import explained, read_json
 from .folder import PublishError
 
 
 # Files of the training loop and of Trainer.
-RESULTS, TRAINER_RESULTS = "results.json", "all_results.json"
+RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
+# A file of `aft-hf evaluate --out` may have any name: its keys tell what it is. It has a few hundred bytes.
+AS_TRAINED = "as trained"
+EVALUATED, LARGEST_EVALUATION = re.compile(rf"{AS_TRAINED}|\d+ px|blocks of \d+"), 2**16
 
 # Endings of the names of results of Trainer; its other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
@@ -40,6 +46,7 @@ class Fact:
     value: Any
     file: str
     split: str | None = None
+    setting: str = ""  # of an evaluation, such as an image size
 
     @property
     def text(self) -> str:
@@ -89,16 +96,25 @@ def read_facts(directory: Path) -> Facts:
     config = load(AFTConfig, directory, PublishError)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
     results = read_object(directory / RESULTS)
-    if not {"metrics", "recipe"} & results.keys():  # `aft-hf evaluate --out` may have written it
+    if not {"metrics", "recipe"} & results.keys():  # another program may have written it
         results = {}
     _read_recipe(section(results, "recipe"), facts)
     facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
     _read_values(RESULTS, results, facts)
     _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
+    if not facts.was_trained:
+        _read_values(TRAINER_STATE, _last_step(read_object(directory / TRAINER_STATE)), facts)
+    _read_evaluations(directory, facts)
     if (directory / REPORT_NAME).exists():
         report = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
-        facts.base_model = facts.base_model or (report.source if is_hub_id(report.source) else None)
-        facts.conversion = _conversion(report)
+        weights, digest = directory / SAFE_WEIGHTS_NAME, report.files.get(SAFE_WEIGHTS_NAME)
+        facts.conversion = _conversion(report, digest is None or (weights.is_file() and sha256(weights) == digest))
+    elif written := section(vars(config), "conversion"):
+        with explained(f"{CONFIG_NAME}: conversion cannot be read", PublishError):
+            report = ConversionReport.model_validate(written)
+        facts.conversion = _conversion(report, False)
+    if facts.conversion and is_hub_id(facts.conversion["source"]):
+        facts.base_model = facts.base_model or facts.conversion["source"]
     return facts
 
 
@@ -152,8 +168,43 @@ def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
     facts.training += training.values()
 
 
-def _conversion(report: ConversionReport) -> dict[str, Any]:
-    """Return the facts of a conversion: its source, the tensors by status, and a sentence on the distillation."""
+def _last_step(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of trainer_state.json that describe the weights after its last step; none before the first.
+
+    If there is a best checkpoint, Trainer may have loaded it at the end, so the last evaluation may be of others.
+    """
+    step, log = state.get("global_step"), state.get("log_history")
+    if not step:
+        return {}
+    values = {name: state.get(name) for name in ("epoch", "global_step", "train_batch_size")}
+    kept = ("train_",) if state.get("best_model_checkpoint") else ("train_", "eval_")
+    for entry in log if isinstance(log, list) else ():
+        if isinstance(entry, dict) and entry.get("step") == step:
+            values |= {name: value for name, value in entry.items() if name.startswith(kept)}
+    return values
+
+
+def _read_evaluations(directory: Path, facts: Facts) -> None:
+    """Add the results in files of `aft-hf evaluate --out`."""
+    for path in sorted(directory.glob("*.json")):
+        found: dict[str, Any] = {}
+        if path.is_file() and path.stat().st_size <= LARGEST_EVALUATION:
+            with suppress(PublishError):  # a file of another kind
+                found = read_json(path, dict[str, Any], PublishError)
+        if all(EVALUATED.fullmatch(setting) and isinstance(values, dict) for setting, values in found.items()):
+            facts.results += [
+                Fact(metric, value, path.name, setting="" if setting == AS_TRAINED else setting)
+                for setting, values in found.items()
+                for metric, value in values.items()
+                if _is_number(value)
+            ]
+
+
+def _conversion(report: ConversionReport, is_unchanged: bool) -> dict[str, Any]:
+    """Return the facts of a conversion: its source, the tensors by status, and a sentence on the distillation.
+
+    `is_unchanged`: whether the weights are still those that the conversion wrote.
+    """
     sizes: dict[str, list[int]] = {}
     for each in report.tensors:
         sizes.setdefault(each.status, []).append(math.prod(each.shape))
@@ -165,8 +216,14 @@ def _conversion(report: ConversionReport) -> dict[str, Any]:
             f"divergence {done['divergence']:.3f} nats)."
         )
     counts = [(status, len(each), sum(each)) for status, each in sizes.items()]
-    has_new = "new" in sizes and sentence is None
-    return {"source": report.source, "counts": counts, "has_new": has_new, "distillation": sentence}
+    return {
+        "source": report.source,
+        "license": license_terms(section(report.options, "source_license")),
+        "counts": counts,
+        "distillation": sentence,
+        "is_unchanged": is_unchanged,
+        "has_new": is_unchanged and "new" in sizes and sentence is None,
+    }
 
 
 def _is_number(value: Any) -> bool:

@@ -23,7 +23,7 @@ from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import described, shortened
 from ..reading import read_text
-from .card import README, new_text
+from .card import NO_LICENSE, README, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .folder import PublishError, files_to_upload
 
@@ -93,7 +93,9 @@ def publish(
     text = new.get(README) or read_text(directory / README, PublishError)
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict()["license"]))
+    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict().get("license")))
+    if NO_LICENSE in text:
+        console.print("no license is given, and the card says so; --license mit gives one", soft_wrap=True)
     if left_out:
         console.print(f"left out: {', '.join(left_out)}", markup=False)
     if dry_run:
@@ -124,9 +126,9 @@ def publish(
     return Publication(url, commit.oid, list(files))
 
 
-def _table(title: str, sizes: dict[str, int], license: str) -> Table:
+def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:
     table = Table("file", "kind", "size", title=Text(title))
-    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}"}
+    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}" if license else "card, no license"}
     for name, size in sizes.items():
         kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
         table.add_row(Text(name, overflow="fold"), kind, decimal(size))
