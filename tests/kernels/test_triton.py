@@ -82,7 +82,11 @@ QUICK = (
 )
 LONG = (
     [("alibi causal", FP32, 1, 35, SEEN), ("local causal", FP32, 1, 70, SEEN), ("conv causal", FP32, 1, 40, SEEN)]
-    + [("full causal", FP32, 1, 12, SEEN), ("local causal", BF16, 2, 70, "documents")]
+    + [
+        ("full causal", FP32, 1, 12, SEEN),
+        ("local causal", BF16, 1, 40, "documents"),
+        ("local causal", BF16, 2, 70, "documents"),
+    ]
     + [("alibi causal", FP32, 2, 12, "left padding"), ("local causal, wide, window alone", FP32, 1, 129, "everything")]
     + [(x, FP32, 1, 1, "everything") for x in ("local causal", "full causal", "full")]
     + [(x, FP32, 1, 40, "everything") for x in ("simple causal, 2 heads", "local causal, 2 heads")]

@@ -32,7 +32,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {
-        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "bf16"},
+        # "bf16" makes 4 times the error of PyTorch in gradients of keys, and spills registers
+        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     # BW: keys of the window at once
