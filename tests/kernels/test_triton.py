@@ -251,7 +251,8 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     first[0, 20:], first[1, 7:12], first[1, 12:] = 20, length, 12
     width = heads if isinstance(mixer, AFTConv) else contract.WIDTH
     given = [torch.randn(batch, length, n, device=DEVICE) for n in (contract.WIDTH, width, contract.WIDTH)]
-    given.append(None if bias is None else (bias + torch.arange(batch)[:, None, None, None]).detach().to(DEVICE))
+    rows = torch.arange(batch, device=DEVICE)[:, None, None, None]
+    given.append(None if bias is None else (bias.to(DEVICE) + rows).detach())
     slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
     others, found = (slopes, first.to(DEVICE), biases.hides_outside), []
     for operator in (torch.ops.aft_hf_v2.causal, partial(portable, "causal")):
