@@ -6,11 +6,15 @@ and of one; views and new memory launch nothing. A training step is without its 
     python scripts/count_launches.py
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+
+
+os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels launch nothing
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -154,7 +154,7 @@ class Sweep:
 
     def __init__(self, query, key, value, window: Window, first, *, backward: bool, initial: bool = False):  # type: ignore[no-untyped-def]
         self.batch, self.length, self.width = value.shape
-        self.chosen = options("sweep_backward_kernel" if backward else "sweep_kernel", value)
+        self.chosen = options("sweep_backward_kernel" if backward else "sweep_kernel", value, first)
         self.chunks, head = -(-self.length // CHUNK), self.width // window.heads
         self.near = min(-(-(window.size - 1) // CHUNK), self.chunks - 1)
         self.rows = int(first is not None or window.w_row > 0)
