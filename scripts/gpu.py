@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,10 @@ def test(log: Path, seconds: float) -> bool:
 def use_best_options(file: Path, seconds: float, jobs: int) -> None:
     """Tune the kernels, save the options that are faster by more than 2 %, and use them in this process."""
     best: dict[str, dict[str, Any]] = {}
-    for kernel, dtype, options, milliseconds, now in tune("", SIZES, jobs, seconds):
-        print(f"{kernel} {dtype} {milliseconds:.3f} ms (now {now:.3f}) {options}", flush=True)
+    for kernel, entry, options, milliseconds, now in tune("", SIZES, jobs, seconds):
+        print(f"{kernel} {entry} {milliseconds:.3f} ms (now {now:.3f}) {options}", flush=True)
         if milliseconds < 0.98 * now:
-            best.setdefault(kernel, {})[dtype] = OPTIONS[kernel][dtype] = options
+            best.setdefault(kernel, {})[entry] = OPTIONS[kernel][entry] = options
             file.write_text(json.dumps(best, indent=1) + "\n")
 
 
@@ -96,7 +97,10 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     passed = arguments.tests == 0 or test(arguments.out / "tests.log", arguments.tests)
     if arguments.tuning:
-        use_best_options(arguments.out / "options.json", arguments.tuning, arguments.jobs)
+        try:
+            use_best_options(arguments.out / "options.json", arguments.tuning, arguments.jobs)
+        except BrokenProcessPool as error:  # a compiler that crashes; the rows matter more
+            print(f"tuning ended: {error}", flush=True)
     cases = [case for case in all_cases() if fnmatch.fnmatchcase(case.name, arguments.only)]
     if arguments.rows:
         measure(arguments.out / "benchmark.json", cases, arguments.rows, arguments.turns)

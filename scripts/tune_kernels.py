@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from aft_hf.kernels.triton import causal_launch, product_launch
-from aft_hf.kernels.triton.options import OPTIONS
+from aft_hf.kernels.triton.options import OPTIONS, card
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,10 +68,17 @@ def one_pass(
     return lambda: backwards(tensors[3], *given, *kept, given[3] is not None)
 
 
+def entry_of(kernel: str, dtype: str) -> str:
+    """The name of the options that this GPU uses."""
+    of_card = f"{dtype} {card(torch.empty(0, device=DEVICE))}"
+    return of_card if of_card in OPTIONS[kernel] else dtype
+
+
 def milliseconds(kernel: str, dtype: str, candidate: Candidate, sizes: tuple[int, int, int], repeats: int) -> float:
     """Time the pass that a kernel belongs to, or only compile it without repeats; infinite if it does not run."""
-    before = OPTIONS[kernel][dtype]
-    OPTIONS[kernel][dtype] = before | candidate
+    entry = entry_of(kernel, dtype)
+    before = OPTIONS[kernel][entry]
+    OPTIONS[kernel][entry] = before | candidate
     wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     try:
         run = one_pass(KERNELS[kernel][1], *sizes, getattr(torch, dtype), "backward" in kernel or "gradient" in kernel)
@@ -89,13 +96,13 @@ def milliseconds(kernel: str, dtype: str, candidate: Candidate, sizes: tuple[int
         print(f"  {candidate}: {type(error).__name__}", flush=True)
         return float("inf")
     finally:
-        OPTIONS[kernel][dtype] = before
+        OPTIONS[kernel][entry] = before
 
 
 def tune(
     only: str, sizes: tuple[int, int, int], jobs: int, seconds: float = float("inf")
 ) -> Iterator[tuple[str, str, Candidate, float, float]]:
-    """Yield the kernel, the dtype and its best options, with their milliseconds and those of the present options."""
+    """Yield each kernel, the name of its entry, its best options, and their milliseconds and the present ones'."""
     end, few = time.monotonic() + seconds, (2, 256, sizes[2])
     wanted = [(kernel, dtype) for dtype in ("bfloat16", "float32") for kernel in KERNELS if only in kernel]
     with ProcessPoolExecutor(max(jobs, 1), mp_context=get_context("spawn")) as pool:
@@ -109,7 +116,8 @@ def tune(
                 break
             times = [milliseconds(kernel, dtype, x, sizes, REPEATS) for x in ({}, *KERNELS[kernel][0])]
             best = min(range(len(times)), key=times.__getitem__)
-            yield kernel, dtype, OPTIONS[kernel][dtype] | ({}, *KERNELS[kernel][0])[best], times[best], times[0]
+            entry = entry_of(kernel, dtype)
+            yield kernel, entry, OPTIONS[kernel][entry] | ({}, *KERNELS[kernel][0])[best], times[best], times[0]
         pool.shutdown(cancel_futures=True)
 
 
@@ -121,8 +129,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes that compile")
     arguments = parser.parse_args()
     sizes = (*arguments.tokens, arguments.width)
-    for kernel, dtype, best, time_of_best, now in tune(arguments.only, sizes, arguments.jobs):
-        print(f"{kernel} {dtype} {time_of_best:.3f} ms (now {now:.3f}) {best}", flush=True)
+    for kernel, entry, best, time_of_best, now in tune(arguments.only, sizes, arguments.jobs):
+        print(f"{kernel} {entry} {time_of_best:.3f} ms (now {now:.3f}) {best}", flush=True)
 
 
 if __name__ == "__main__":
