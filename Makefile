@@ -73,9 +73,8 @@ coverage: $(KERNELS_INSTALLED)  ## Run the tests of make test with line coverage
 kernels: $(KERNELS_INSTALLED)  ## Compile every variant of the Triton kernels for GPUs: registers, spills, shared memory
 	$(RUN) scripts/compile_kernels.py $(ARGS)
 
-gpu: $(KERNELS_INSTALLED)  ## Test and measure the kernels on a GPU, in about 10 minutes: outputs/gpu.json
-	env -u TRITON_INTERPRET $(RUN) -m pytest -q tests/kernels/test_triton.py
-	AFT_HF_TRITON=1 $(RUN) -m scripts.benchmark --json outputs/gpu.json $(ARGS)
+gpu: $(KERNELS_INSTALLED)  ## Test, tune and measure the kernels on a GPU, in about 10 minutes: outputs/gpu
+	env -u TRITON_INTERPRET $(RUN) -m scripts.gpu $(ARGS)
 
 $(CLIENTS)/.installed: setup.cfg constraints.txt tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)

@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from aft_hf.caching_aft import AFTLayerState
-from aft_hf.kernels.triton import causal_launch, product_launch
+from aft_hf.kernels.triton import causal_launch, options, product_launch
 from aft_hf.kernels.triton.options import CHUNK
 from aft_hf.mixing_aft import Mixing, Visibility
 from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, Window
@@ -283,19 +283,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architectures", type=int, nargs="+", default=[80, 89, 90, 100], help="compute capabilities")
     parser.add_argument("--spills", type=int, default=0, help="maximum bytes of registers that a thread may spill")
-    parser.add_argument("--only", default="", help="compile only problems and kernels whose names contain this")
+    parser.add_argument("--only", default="", help="compile only problems and kernels that match this pattern")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes")
     parser.add_argument("--out", type=Path, help="JSON file for the table")
     arguments = parser.parse_args()
 
-    variants: dict[Variant, str] = {}  # with the first problem that needs it
-    for name, problem in problems():
-        for variant in launched(problem):
-            if arguments.only in f"{name} {variant.kernel}":
-                variants.setdefault(variant, name)
-    wanted = [(name, variant, sm) for sm in arguments.architectures for variant, name in variants.items()]
+    variants: dict[tuple[int, Variant], str] = {}  # with the first problem that needs it
+    for sm in arguments.architectures:
+        options.card = lambda x, sm=sm: f"sm_{sm}"
+        for name, problem in problems():
+            for variant in launched(problem):
+                if re.search(arguments.only, f"{name} {variant.kernel}"):
+                    variants.setdefault((sm, variant), name)
+    wanted = [(name, variant, sm) for (sm, variant), name in variants.items()]
     if not variants:
-        print(f"compile_kernels: no kernel or problem has {arguments.only!r} in its name", file=sys.stderr)
+        print(f"compile_kernels: no kernel or problem matches {arguments.only!r}", file=sys.stderr)
         return 1
     print(f"{len(variants)} variants for {' and '.join(f'sm_{sm}' for sm in arguments.architectures)}", flush=True)
     row = "{:6} {:26} {:38} {:>5} {:>9} {:>6} {:>7} {:>7} {:>6} {:>6} {:>8}"

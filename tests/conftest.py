@@ -15,9 +15,7 @@ import torch
 if not torch.cuda.is_available():  # Triton reads the variable at import, and then interprets kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import datasets
-from accelerate.state import AcceleratorState, GradientState
+# The tests of the kernels need none of the extras, so others are imported where they are used.
 
 from aft_hf import benchmarking, cli
 
@@ -52,6 +50,8 @@ def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
     root of the repository is the current directory, unless the test changes it.
     """
 
+    from accelerate.state import AcceleratorState, GradientState
+
     def run(name: str, *arguments: object) -> CompletedProcess:
         words = [str(ROOT / "scripts" / name) if name.endswith(".py") else name, *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
@@ -82,6 +82,8 @@ def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
 @pytest.fixture(scope="module")
 def datasets_cache(tmp_path_factory):
     """Keep the cache of `datasets` in a temporary directory during the tests of one file."""
+    import datasets
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield

@@ -37,6 +37,24 @@ TABLE: list[tuple[Images | Text, int]] = [
 ]
 DECODING = Text("local", 4096)  # tokens in the cache
 DECODED = 64  # tokens of a call: as in generation, a model finds its weights in the caches of the CPU
+# On a GPU: models of 12 layers and width 768 (images: of the named size), most important first, with task and batch.
+ON_GPUS: list[tuple[Images | Text, str, int]] = [
+    (Text("local", 1024, 12, 768), "training", 32),
+    (Images("small", "conv", 11, 16), "training", 128),
+    (Text("local", 4096, 12, 768), "decoding", 1),
+    (Text("local", 4096, 12, 768), "decoding", 64),
+    (Text("local", 1024, 12, 768), "inference", 32),
+    (Text("local", 4096, 12, 768), "training", 8),
+    (Text("local", 16_384, 12, 768), "training", 2),
+    (Text("simple", 4096, 12, 768), "training", 8),
+    (Text("alibi", 4096, 12, 768), "training", 8),
+    (Text("conv", 4096, 12, 768), "training", 8),
+    (Images("small", "conv", 11, 16), "inference", 128),
+    (Images("small", "conv", 11, 384), "training", 128),
+    (Images("base", "conv", 25, 32, 384), "training", 32),
+    (Images("base", "conv", 25, 32, 1024), "training", 8),
+    (Images("small", "full"), "training", 128),
+]
 # The points of the pictures: two blocks of a model.
 GROWTH: list[Images | Text] = [
     *(Text(name, 1024 * 2**i, 2) for name in ("local", "alibi") for i in range(5)),
@@ -46,10 +64,10 @@ GROWTH: list[Images | Text] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement: a model, its peer of the same size, and (in the table) the model without mixing.
+    """A measurement: a model, its peer of the same size, and (except for the pictures) the model without mixing.
 
     Attributes:
-        part: "table" or "growth".
+        part: "table", "growth" or "gpu".
         model: the models.
         task: "inference", "training" or "decoding".
         bf16: whether to compute in bfloat16 (autocast in training); else in float32.
@@ -65,7 +83,8 @@ class Case:
     @property
     def name(self) -> str:
         """The name for `--only`, unique."""
-        return f"{self.part}: {self.model.name}, {self.task}, {'bf16' if self.bf16 else 'fp32'}"
+        batch = f", batch {self.batch}" if self.part == "gpu" else ""
+        return f"{self.part}: {self.model.name}, {self.task}, {'bf16' if self.bf16 else 'fp32'}{batch}"
 
     @property
     def candidates(self) -> list[str]:
@@ -73,7 +92,7 @@ class Case:
         # On a CPU, SDPA can take longer than eager attention, whose memory is quadratic in the length.
         eager = self.part == "table" and (self.bf16 or self.task == "decoding")
         eager = eager and getattr(self.model, "length", 0) <= 4096
-        limit = ["limit"] if self.part == "table" and self.task != "decoding" else []
+        limit = ["limit"] if self.part != "growth" and self.task != "decoding" else []
         return ["ours", "peer", *["eager"] * eager, *limit, *(["portable"] if ON_GPU else [])]
 
     def call(self, candidate: str) -> Call:
@@ -81,15 +100,16 @@ class Case:
         torch.manual_seed(0)
         decodes = self.task == "decoding"
         sizes = replace(self.model, length=self.model.length + 16 * DECODED) if decodes else self.model  # type: ignore[call-arg]
-        if candidate in ("peer", "eager"):
-            model = sizes.peer()
-            model.set_attn_implementation("eager" if candidate == "eager" else "sdpa")
-        else:
-            model = sizes.aft("portable" if candidate == "portable" else "auto")
-            model = without_mixing(model) if candidate == "limit" else model
-        model.to("cuda" if ON_GPU else "cpu")
+        with torch.device("cuda" if ON_GPU else "cpu"):
+            if candidate in ("peer", "eager"):
+                model = sizes.peer()
+                model.set_attn_implementation("eager" if candidate == "eager" else "sdpa")
+            else:
+                model = sizes.aft("portable" if candidate == "portable" else "auto")
+                model = without_mixing(model) if candidate == "limit" else model
         if isinstance(self.model, Text) and decodes:
-            return decoding(model.eval().to(torch.bfloat16 if self.bf16 else torch.float32), self.model.length)
+            model.eval().to(torch.bfloat16 if self.bf16 else torch.float32)
+            return decoding(model, self.model.length, self.batch)
         inputs = {name: x.to(model.device) for name, x in self.model.inputs(self.batch).items()}
         options = {"use_cache": False} if isinstance(self.model, Text) else {}
         return model_call(model, inputs, self.task == "training", self.bf16, **options)
@@ -99,13 +119,14 @@ class Case:
         keep_freed_memory()
         calls = {candidate: self.call(candidate) for candidate in self.candidates}
         seconds = take_turns(calls, turns)
-        del calls
         names = [name for name in self.candidates if name not in ("limit", "eager") and self.task != "decoding"]
+        on_gpu = {name: peak_bytes(calls[name]) for name in names} if ON_GPU else {}
+        del calls
         ratios = {name: statistics.median(b / a for a, b in zip(seconds["ours"], seconds[name])) for name in seconds}
         return self.key() | {
             "seconds": {name: float(f"{statistics.median(taken):.4g}") for name, taken in seconds.items()},
             "ratio": {name: round(value, 3) for name, value in ratios.items() if name != "ours"},
-            "bytes": {name: in_new_process(_peak, self, name) for name in names},
+            "bytes": on_gpu or {name: in_new_process(_peak, self, name) for name in names},
             "turns": turns,
         }
 
@@ -119,16 +140,16 @@ def _peak(case: Case, candidate: str) -> int:
 
 
 @torch.inference_mode()
-def decoding(model: PreTrainedModel, context: int) -> Call:
+def decoding(model: PreTrainedModel, context: int, batch: int) -> Call:
     """A call that decodes `DECODED` tokens after `context` tokens. Attention gets random keys and values."""
-    first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    first = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     cache = model(first, use_cache=True).cache
     if isinstance(cache, DynamicCache):
         for layer in cache.layers:
             shape = (*layer.keys.shape[:2], context - 1, layer.keys.shape[-1])
             layer.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)))
     else:
-        for piece in torch.randint(256, (1, context - 1), device=model.device).split(1024, 1):
+        for piece in torch.randint(256, (batch, context - 1), device=model.device).split(1024, 1):
             cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
 
     @torch.inference_mode()
@@ -140,13 +161,15 @@ def decoding(model: PreTrainedModel, context: int) -> Call:
 
 
 def all_cases() -> Iterator[Case]:
-    """The cases of the table and of the pictures. On a GPU, batches are 16 times as large."""
-    factor = 16 if ON_GPU else 1
+    """The cases of the table and of the pictures or, on a GPU, of `ON_GPUS`."""
+    if ON_GPU:
+        yield from (Case("gpu", model, task, True, batch) for model, task, batch in ON_GPUS)
+        return
     for model, batch in TABLE:
         for task in TASKS:
             if task == "inference" or not (isinstance(model, Images) and model.pixels == 1024):
                 for bf16 in (False, True):
-                    yield Case("table", model, task, bf16, factor * batch)
+                    yield Case("table", model, task, bf16, batch)
     for bf16 in (False, True):
         yield Case("table", DECODING, "decoding", bf16, 1)
     for model in GROWTH:

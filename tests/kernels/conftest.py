@@ -1,9 +1,10 @@
-"""The compiled variants of the CPU kernels, one after the other, and products of bfloat16 by Triton's interpreter."""
+"""The compiled variants of the CPU kernels, one after the other, and the arithmetic of Triton's interpreter."""
 
 import importlib.util
 
 import numpy as np
 import pytest
+import torch
 
 from aft_hf.kernels import operators
 from aft_hf.kernels.build import library_path
@@ -20,19 +21,32 @@ def variant(request, monkeypatch) -> str:
 
 
 @pytest.fixture(autouse=True)
-def products_of_bfloat16(monkeypatch):
-    """The interpreter stores bfloat16 as integers, and would multiply these."""
+def arithmetic_of_a_gpu(monkeypatch):
+    """Round as a GPU does: the interpreter of Triton truncates to bfloat16, which it stores as integers and multiplies
+    as such, and does not round the factors of products in tf32, which tensor cores truncate.
+    """
     if importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl
-    from triton.runtime import interpreter
+    from triton._C.libtriton import ir
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    def cast(self, x, to, cast=InterpreterBuilder.cast_impl):
+        if x.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(self, x, to)
+        nearest = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16()
+        return TensorHandle(nearest.view(torch.uint16).numpy(), tl.bfloat16)
 
-    def dot(self, a, b, *others, compute=interpreter.InterpreterBuilder.create_dot):
-        return compute(self, widened(a), widened(b), *others)
+    def factor(x, precision):
+        if x.dtype.scalar == tl.bfloat16:
+            return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if x.dtype.scalar == tl.float32 and precision == ir.INPUT_PRECISION.TF32:
+            return TensorHandle((x.data.view(np.uint32) & 0xFFFFE000).view(np.float32), tl.float32)
+        return x
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    def dot(self, a, b, d, precision, *others, dot=InterpreterBuilder.create_dot):
+        return dot(self, factor(a, precision), factor(b, precision), d, precision, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+    for name in ("cast_impl", "create_fp_trunc"):
+        monkeypatch.setattr(InterpreterBuilder, name, cast)

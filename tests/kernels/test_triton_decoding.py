@@ -11,6 +11,7 @@ import test_backend_contract_aft as contract
 import torch
 from test_backend_contract_aft import structures
 from tiny_models import language_model
+from transformers import CompileConfig
 
 from aft_hf import AFTAlibi, AFTConv, AFTLocal, AFTSimple
 from aft_hf.caching_aft import AFTLayerState
@@ -147,6 +148,22 @@ def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
             assert places == [x.data_ptr() for layer in cache.layers for x in layer._tensors().values()]
             assert int(cache.get_seq_length()) == 10
     torch.testing.assert_close(*logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aft_type", ("local", "alibi", "conv"))
+def test_generate_compiles_the_steps_of_a_static_cache_as_one_graph(aft_type, computed):
+    """Whole steps can then be CUDA graphs, as `generate` makes them on a GPU."""
+    torch._dynamo.reset()
+    model = language_model(aft_type, **SMALL | {"num_hidden_layers": 1}).to(DEVICE)
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    prompt, found = {"input_ids": torch.randint(0, 40, (2, 5), device=DEVICE)}, []
+    prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    prompt["attention_mask"][1, :2] = 0
+    for options in ({}, {"cache_implementation": "static", "compile_config": config}):
+        found.append(model.generate(**prompt, max_new_tokens=4, do_sample=False, **options))
+    assert torch.equal(*found) and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_where_gradients_are_asked_for_another_backend_decodes():

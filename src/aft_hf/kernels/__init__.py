@@ -1,13 +1,37 @@
 """Fast forms of the AFT operation, which come with the package and not with a checkpoint."""
 
 import os
+from importlib.util import find_spec
+
+import torch
+from transformers.utils import logging
 
 from . import operators
+from .triton.operators import register
 
 
-if os.environ.get("AFT_HF_TRITON") == "1":
-    from .triton.operators import register
+logger = logging.get_logger(__name__)
 
+
+def uses_triton() -> bool:
+    """Whether to register the Triton kernels, where PyTorch supports NVIDIA GPUs and Triton is installed.
+
+    The environment variable AFT_HF_TRITON turns them off (0), or also on for AMD GPUs (1), on which they were not
+    tested.
+    """
+    asked = os.environ.get("AFT_HF_TRITON", "")
+    if asked not in ("", "0", "1"):
+        logger.warning_once(f"AFT_HF_TRITON={asked} is ignored; use 0 or 1")
+    for_gpus = torch.version.cuda is not None or (torch.version.hip is not None and asked == "1")
+    if asked == "0" or not for_gpus:
+        return False
+    found = find_spec("triton") is not None
+    if asked == "1" and not found:
+        logger.warning_once("AFT_HF_TRITON is 1, but Triton is not installed: pip install triton")
+    return found
+
+
+if uses_triton() and not operators.REGISTERED:
     TRITON = register()
 
 __all__ = ["operators"]

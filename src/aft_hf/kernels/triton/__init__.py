@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs. `operators.register` registers them; the package alone does not import Triton."""
+"""Triton kernels for GPUs. `operators.register` registers them; Triton is imported at their first call."""

@@ -8,8 +8,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ...portable_aft import join_heads, power_of_two_from
+from .band_kernels import band_backward_kernel, band_kernel
+from .decoding_kernels import state_kernel, step_kernel
 from .kept import kept_like
 from .options import CHUNK, PROGRAMS, options
+from .sweep_kernels import (
+    repair_backward_kernel,
+    repair_kernel,
+    sweep_backward_kernel,
+    sweep_kernel,
+    tiles_kernel,
+    window_gradient_kernel,
+)
+from .walk_kernels import walk_backward_kernel, walk_kernel
 
 
 def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
@@ -47,8 +58,6 @@ def walk(query, key, value, slopes, first, kept, state=None):  # type: ignore[no
         kept: memory for what the backward pass needs, or None.
         state: maximum, numerator and denominator of the tokens before the first one, which are updated; or None.
     """
-    from .walk_kernels import walk_kernel
-
     query, key, value = _dense(query), _dense(key), _dense(value)
     batch, length, width = value.shape
     chosen = options("walk_kernel", value, first)
@@ -74,8 +83,6 @@ def walk(query, key, value, slopes, first, kept, state=None):  # type: ignore[no
 
 def walk_backward(gradient, query, key, value, slopes, first, kept):  # type: ignore[no-untyped-def]
     """Compute the gradients of query, key and value of `walk`."""
-    from .walk_kernels import walk_backward_kernel
-
     gradient, query, key, value = _dense(gradient), _dense(query), _dense(key), _dense(value)
     batch, length, width = value.shape
     chosen = options("walk_backward_kernel", value, first)
@@ -147,7 +154,7 @@ class Sweep:
 
     def __init__(self, query, key, value, window: Window, first, *, backward: bool, initial: bool = False):  # type: ignore[no-untyped-def]
         self.batch, self.length, self.width = value.shape
-        self.chosen = options("sweep_backward_kernel" if backward else "sweep_kernel", value)
+        self.chosen = options("sweep_backward_kernel" if backward else "sweep_kernel", value, first)
         self.chunks, head = -(-self.length // CHUNK), self.width // window.heads
         self.near = min(-(-(window.size - 1) // CHUNK), self.chunks - 1)
         self.rows = int(first is not None or window.w_row > 0)
@@ -167,8 +174,6 @@ class Sweep:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _tiles(self, window: Window, first: Any, shape: dict[str, Any], backward: bool) -> Tiles:
-        from .sweep_kernels import tiles_kernel
-
         count = (self.batch if self.rows else 1) * window.heads * self.tiles_per_row
         dtype = torch.bfloat16 if self.common["PRECISION"] == "bf16" else torch.float32
         of_queries = self.empty(count, CHUNK, (self.near + 1) * CHUNK, dtype=dtype)
@@ -196,8 +201,6 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
 
     The sums of `state` are not updated.
     """
-    from .sweep_kernels import repair_kernel, sweep_kernel
-
     query, key, value = _dense(query), _dense(key), _dense(value)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     with torch.cuda.device_of(value):
@@ -226,8 +229,6 @@ def sums_of_segments(key, value, first, sums, count, size, shift):  # type: igno
     """Compute the sums of the first `count` segments of `size` tokens, which begin `shift` tokens earlier, in memory
     for one segment more.
     """
-    from .walk_kernels import walk_kernel
-
     (batch, length, width), chosen = value.shape, options("walk_kernel", value, first)
     nothing = (None,) * 3
     constants: dict[str, Any] = {"ALIBI": False, "KEY_PER_HEAD": key.shape[2] != width, "C": CHUNK, **chosen}
@@ -240,8 +241,6 @@ def sums_of_segments(key, value, first, sums, count, size, shift):  # type: igno
 
 def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed):  # type: ignore[no-untyped-def]
     """Compute the gradients of query, key, value and, if needed, of w: (parts, T, h, s)."""
-    from .sweep_kernels import repair_backward_kernel, sweep_backward_kernel
-
     gradient, query, key, value = _dense(gradient), _dense(query), _dense(key), _dense(value)
     shared, of_window = key.shape[2] != value.shape[2], None
     grad_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=value.device)
@@ -273,8 +272,6 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
 
 def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, strides: Any) -> torch.Tensor:
     """Compute parts of the gradient of w by row, query, head and lag."""
-    from .sweep_kernels import window_gradient_kernel
-
     chosen = options("window_gradient_kernel", tensors[3])
     head = at.width // window.heads
     blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near + 1)
@@ -391,8 +388,6 @@ def _window_prefill(query, key, value, bias, hides_outside, padding, state):  # 
 
 def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no-untyped-def]
     """Store the state after tokens that follow its window."""
-    from .decoding_kernels import state_kernel
-
     keys, _, numerator, denominator, maximum = state
     (batch, length, width), past, (heads, head) = value.shape, keys.shape[2], (keys.shape[1], state[1].shape[3])
     counts, sums, count = None, None, 0
@@ -420,8 +415,6 @@ def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no
 
 def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no-untyped-def]
     """Compute Eq. 2 of one new token times the gate, (B, 1, d), and add it to the state, by one kernel."""
-    from .decoding_kernels import step_kernel
-
     query, key, value = _dense(query), _dense(key), _dense(value)
     batch, _, width = value.shape
     (heads, window, _), head = state[0].shape[1:], state[1].shape[3]
@@ -445,8 +438,6 @@ def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no
 
 def band(query, key, start, length, window, starts):  # type: ignore[no-untyped-def]
     """Compute `band`."""
-    from .band_kernels import band_kernel
-
     heads, positions, features = query.shape
     rows = 1 if starts is None else len(starts)
     found = torch.empty((rows, length, heads, window), dtype=torch.float32, device=query.device)
@@ -460,8 +451,6 @@ def band(query, key, start, length, window, starts):  # type: ignore[no-untyped-
 
 def band_backward(gradient, query, key, start, length, window, starts):  # type: ignore[no-untyped-def]
     """Compute the gradients of the factors of `band`."""
-    from .band_kernels import band_backward_kernel
-
     heads, positions, features = query.shape
     constants, gradient, found = _band_constants(heads, features, window), gradient.contiguous(), []
     blocks, chunks = -(-features // constants["BF"]), -(-length // CHUNK)

@@ -1,22 +1,18 @@
 """The operators of `kernels/operators.py` by Triton kernels, for CUDA devices.
 
-They have not been measured on a GPU yet, so `register` is called only if the environment variable AFT_HF_TRITON is 1.
 The kernels take float32 and bfloat16, with sums in float32. The portable form computes other dtypes, and what does not
-compile on a GPU.
+compile on a GPU. Triton is imported at the first call of an operator.
 """
 
 from collections.abc import Callable
 from functools import partial
-from subprocess import SubprocessError
 from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging
-from triton.errors import TritonError
 
 from ...position_biases_aft import working_dtype
 from .. import operators as schema
-from . import causal_launch, product_launch
 from .kept import kept_like
 
 
@@ -24,45 +20,51 @@ logger = logging.get_logger(__name__)
 Tensors = tuple[torch.Tensor, ...]
 Result = TypeVar("Result")
 
-LAUNCHES: dict[str, Any] = {"causal": causal_launch, "grid": product_launch, "table": product_launch}
+# Operators, dtypes and devices that some kernel failed to compile for.
+FAILED: set[tuple[str, torch.dtype, torch.device]] = set()
 
-# What compiling a kernel may raise: errors of Triton, of its passes, and of the C compiler and files of its launcher
-FAILURES = (TritonError, RuntimeError, OSError, SubprocessError)
 
-# Operators and dtypes that some kernel failed to compile for.
-FAILED: set[tuple[str, torch.dtype]] = set()
+def launches(name: str) -> Any:
+    """Return the module that launches the kernels of an operator."""
+    from . import causal_launch, product_launch
+
+    return product_launch if name in ("grid", "table") else causal_launch
+
+
+def implementations() -> dict[str, Callable[..., Any]]:
+    """Return the functions of all operators by name."""
+    found: dict[str, Callable[..., Any]] = {"causal_state": _causal_state, "band": _band}
+    found["band_backward"] = _band_backward
+    for name in ("causal", "grid", "table"):
+        found[name] = partial(_forward, name)
+        found[f"{name}_keeping"] = partial(_keeping, name)
+        found[f"{name}_backward_keeping"] = partial(_backward, name)
+    return found
 
 
 def register(dispatch_key: str = "CUDA") -> torch.library.Library:
     """Register the kernels for a dispatch key, in place of what is registered for it, as long as the result exists."""
     library = torch.library.Library(schema.NAMESPACE, "IMPL")
-    implementations: dict[str, Callable[..., Any]] = {
-        "causal_state": _causal_state,
-        "band": _band,
-        "band_backward": _band_backward,
-    }
-    for name in LAUNCHES:
-        implementations[name] = partial(_forward, name)
-        implementations[f"{name}_keeping"] = partial(_keeping, name)
-        implementations[f"{name}_backward_keeping"] = partial(_backward, name)
-    for name, function in implementations.items():
+    for name, function in implementations().items():
         library.impl(name, function, dispatch_key, allow_override=True)
     schema.KEEPING.add(dispatch_key.lower())
     return library
 
 
-def _run(name: str, dtype: torch.dtype, launch: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
-    """Launch kernels, or compute otherwise from the first failure to compile one on."""
-    if (name, dtype) not in FAILED:
+def _run(name: str, like: torch.Tensor, launch: Callable[[Any], Result], otherwise: Callable[[], Result]) -> Result:
+    """Launch kernels for tensors of a dtype and device, or compute otherwise from the first failure on."""
+    problem = name, like.dtype, like.device
+    if problem not in FAILED:
         try:
-            return launch()
+            return launch(launches(name))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except FAILURES as error:
-            FAILED.add((name, dtype))
+        except Exception as error:  # of any kind: of Triton, LLVM, the assembler, or the C compiler of a launcher
+            FAILED.add(problem)
             logger.warning(
-                f"the Triton kernels for {name} in {dtype} do not work here, so PyTorch operations compute it, which "
-                f"take several times longer ({type(error).__name__}: {str(error)[:300]})"
+                f"the Triton kernels for {name} in {like.dtype} do not work on {like.device}, so PyTorch operations "
+                f"compute it, which take several times longer ({type(error).__name__}: {str(error)[:300]}); "
+                "AFT_HF_TRITON=0 turns the kernels off"
             )
     return otherwise()
 
@@ -74,7 +76,7 @@ def _forward(name: str, *problem: Any) -> torch.Tensor:
     otherwise = partial(schema.portable, name, *problem)
     if not schema._takes(name, problem):
         return otherwise()
-    return _run(name, value.dtype, lambda: getattr(LAUNCHES[name], name)(*problem, False)[0], otherwise)
+    return _run(name, value, lambda module: getattr(module, name)(*problem, False)[0], otherwise)
 
 
 def _keeping(name: str, *problem: Any) -> Tensors:
@@ -84,16 +86,15 @@ def _keeping(name: str, *problem: Any) -> Tensors:
 
     if problem[2].numel() == 0:
         return otherwise()
-    return _run(name, problem[2].dtype, lambda: getattr(LAUNCHES[name], name)(*problem, True), otherwise)
+    return _run(name, problem[2], lambda module: getattr(module, name)(*problem, True), otherwise)
 
 
 def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> Tensors:
     *problem, _, _, _, bias_needed = arguments
     if problem[2].numel() == 0:
         return tuple(x.zero_() for x in schema.new_gradients(gradient, *problem, bias_needed))
-    launch = getattr(LAUNCHES[name], f"{name}_backward")
     otherwise = partial(_portable_gradients, name, gradient, problem, bias_needed)
-    return _run(name, problem[2].dtype, lambda: launch(gradient, *arguments), otherwise)
+    return _run(name, problem[2], lambda module: getattr(module, f"{name}_backward")(gradient, *arguments), otherwise)
 
 
 def _portable_gradients(name: str, gradient: torch.Tensor, problem: list[Any], bias_needed: bool) -> Tensors:
@@ -115,7 +116,7 @@ def _causal_state(*arguments: Any) -> torch.Tensor:
     otherwise = partial(schema.portable_state, *arguments)
     if not schema._takes("causal", arguments[:7]):
         return otherwise()
-    return _run("causal_state", value.dtype, lambda: causal_launch.causal_state(*arguments), otherwise)
+    return _run("causal_state", value, lambda module: module.causal_state(*arguments), otherwise)
 
 
 def _band(*problem: Any) -> torch.Tensor:
@@ -124,7 +125,7 @@ def _band(*problem: Any) -> torch.Tensor:
 
     if not schema._takes("band", problem):
         return otherwise()
-    return _run("band", problem[0].dtype, lambda: causal_launch.band(*problem), otherwise)
+    return _run("band", problem[0], lambda module: module.band(*problem), otherwise)
 
 
 def _band_backward(gradient: torch.Tensor, *problem: Any) -> Tensors:
@@ -133,4 +134,4 @@ def _band_backward(gradient: torch.Tensor, *problem: Any) -> Tensors:
             factors = [x.detach().requires_grad_() for x in problem[:2]]
             return torch.autograd.grad(schema.portable("band", *factors, *problem[2:]), factors, gradient)
 
-    return _run("band", problem[0].dtype, lambda: causal_launch.band_backward(gradient, *problem), otherwise)
+    return _run("band", problem[0], lambda module: module.band_backward(gradient, *problem), otherwise)

@@ -1,7 +1,8 @@
 """Options of the Triton kernels, in one table: block sizes and warps by kernel, dtype and GPU.
 
 An entry is found by the name of a kernel and the dtype of the values; one that also names a compute capability holds
-for GPUs of that capability. `scripts/tune_kernels.py` measures candidates and prints the best.
+for GPUs of that capability, and "documents" is what differs for packed documents or padding.
+`scripts/tune_kernels.py` measures candidates and prints the best.
 """
 
 from typing import Any
@@ -22,18 +23,25 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "walk_kernel": {
         "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
         "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
+        "documents": {"maxnreg": None},
     },
     "walk_backward_kernel": {
         "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
         "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
+        "documents": {"maxnreg": None},
     },
     "sweep_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
+        "bfloat16 sm_100": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},  # with 2 warps, it spills registers there
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {
-        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "bf16"},
+        # "bf16" makes 4 times the error of PyTorch in gradients of keys, and spills registers
+        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},
+        "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
+        "bfloat16 sm_100": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+        "documents": {"num_warps": 4},
     },
     # BW: keys of the window at once
     "step_kernel": {
@@ -42,6 +50,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "window_gradient_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},  # "bf16" exceeds the error that is allowed
+        "bfloat16 sm_100": {"BD": 32, "num_warps": 8, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
     },
     # The products of grids and tables
@@ -57,11 +66,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+def card(x: torch.Tensor) -> str:
+    """Return the compute capability of the GPU of a tensor."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(x.device)) if x.is_cuda else ""
+
+
 def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the options of a kernel for the dtype and the device of a tensor; with documents, registers are not
-    limited.
-    """
+    """Return the options of a kernel for the dtype and the device of a tensor, and the `first` of documents."""
     entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
-    card = "sm_{}{}".format(*torch.cuda.get_device_capability(x.device)) if x.is_cuda else ""
-    chosen = entries.get(f"{dtype} {card}", entries[dtype])
-    return chosen if first is None else chosen | {"maxnreg": None}
+    chosen = entries.get(f"{dtype} {card(x)}", entries[dtype])
+    return chosen if first is None else chosen | entries.get("documents", {})
