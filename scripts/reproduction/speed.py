@@ -1,6 +1,5 @@
 """Measure the speed and memory of a `Speed` arm: the models take turns; peak memory in new processes."""
 
-import math
 import statistics
 from typing import Any
 
@@ -15,19 +14,17 @@ from .arms import SPEEDS, Speed
 TURNS = 9
 
 
-def measure_speed(name: str, smoke: bool) -> dict[str, float]:
+def measure_speed(name: str, smoke: bool) -> dict[str, Any]:
     """Measure a `Speed` arm.
 
     Returns:
-        "speed_ratio", how many times faster ours is (the median over turns), and the ends of its 95 % interval,
-        "speed_ratio_low" and "speed_ratio_high"; "memory_ratio", our peak memory over that of the peer; and the median
-        seconds and peak bytes of both.
+        "speed_ratio", how many times faster ours is (the median over turns), and "speed_turns", that of each turn;
+        "memory_ratio", our peak memory over that of the peer, without weights; and the median seconds and peak bytes
+        of both.
     """
     seconds = in_new_process(_seconds, name, smoke)
-    ratios = sorted(peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"]))
-    outer = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))  # order statistics of the median
-    found = {"speed_ratio": statistics.median(ratios), "speed_ratio_low": ratios[outer]}
-    found["speed_ratio_high"] = ratios[-1 - outer]
+    turns = [peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"])]
+    found: dict[str, Any] = {"speed_ratio": statistics.median(turns), "speed_turns": [round(x, 4) for x in turns]}
     for candidate in ("ours", "peer"):
         found[f"seconds_{candidate}"] = statistics.median(seconds[candidate])
         found[f"bytes_{candidate}"] = in_new_process(_peak, name, candidate, smoke)
