@@ -45,7 +45,7 @@ class Recall:
     Attributes:
         model: the `architecture` of a model and the fields of its config, without its sizes of vocabulary and length.
         pairs: number of pairs in a sequence.
-        rate_of: the arm with the same model whose learning rate is used; None to choose one.
+        rate_of: the arm with the same model whose learning rate is used.
         batch, steps: sequences of a step, and training steps.
     """
 
@@ -53,7 +53,7 @@ class Recall:
 
     model: Values
     pairs: int
-    rate_of: str | None = None
+    rate_of: str
     batch: int = 32
     steps: int = 400
 
@@ -76,6 +76,16 @@ class Speed:
     task: str
     batch: int
     length: int | None = None
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Seconds of the operations of a layer by its width d (Table 1), forward, on one sequence of `length` tokens."""
+
+    data = "widths"
+
+    widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    length: int = 1024
 
 
 # The paper's optimizers, schedules that end, and a fraction of its widths, depths, lengths and steps. Patches of 4
@@ -112,6 +122,7 @@ LOCAL = AFT | {"aft_type": "local", "position_bias_dim": 64, "window_size": 32}
 PIXELS_LOCAL = AFT | {"aft_type": "local", "position_bias_dim": 16, "window_size": 64}
 SIMPLE, FULL, ALIBI = {"aft_type": "simple"}, {"aft_type": "full"}, {"aft_type": "alibi", "num_heads": 8}
 LAGS = {"aft_type": "conv", "num_heads": 8, "kernel_size": 32}  # biases by lag: no table with a row for each position
+SHALLOW = {"num_hidden_layers": 4}
 WIDE = {"hidden_size": 128, "num_hidden_layers": 4}
 # No dropout of attention, which AFT has none of: it would not be fused.
 GPT2 = {"architecture": "gpt2", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2}
@@ -137,7 +148,7 @@ LAMBDA |= {"use_cls_token": False, "use_position_embeddings": True}
 KERNEL_3, KERNEL_7, FEW_HEADS = {"kernel_size": 3}, {"kernel_size": 7}, {"num_heads": 4}  # 24 features per head
 NO_QUERY, NO_GLOBAL = {"use_query": False}, {"global_connectivity": False}
 SHORT = {"data.seq_len": 128, "global_batch_size": 16}
-LENGTHS = SHORT | {"steps": 500}
+LENGTHS = {"data.seq_len": 64, "global_batch_size": 16, "steps": 600}
 FAST = {"optimizer.position_bias_scale": 1000.0}  # as the multipliers of converted models (docs/conversion.md)
 DEIT_CROPS = {"data.augmentation.crop_scale": [0.08, 1.0]}
 PACE = {"position_bias_multiplier": 1000.0}  # of converted and new models alike
@@ -190,9 +201,9 @@ TRAININGS: dict[str, Training] = {
     "characters-t512": _characters(LOCAL, {"data.seq_len": 512, "global_batch_size": 4}),
     "characters-lags-t128": _characters(AFT | LAGS, SHORT),
     "characters-lags-t512": _characters(AFT | LAGS, {"data.seq_len": 512, "global_batch_size": 4}),
-    "lengths-aft-alibi": _characters(AFT | ALIBI, LENGTHS, "lengths"),
-    "lengths-aft-conv": _characters(AFT | LAGS, LENGTHS, "lengths"),
-    "lengths-attention": _characters(BLOOM, LENGTHS, "lengths"),
+    "lengths-aft-alibi": _characters(AFT | ALIBI | SHALLOW, LENGTHS, "lengths"),
+    "lengths-aft-conv": _characters(AFT | LAGS | SHALLOW, LENGTHS, "lengths"),
+    "lengths-attention": _characters(BLOOM | SHALLOW, LENGTHS, "lengths"),
     "pixels": _pixels(PIXELS_LOCAL),
     "pixels-transformer": _pixels(GPT2),
     "pixels-simple": _pixels(AFT | SIMPLE),
@@ -277,7 +288,8 @@ RECALL_MODELS: dict[str, Values] = {
     "AFT-conv": {"architecture": "aft", "aft_type": "conv", "num_heads": 8, "kernel_size": 8},
     "AFT-alibi": {"architecture": "aft", "aft_type": "alibi", "num_heads": 8},
 }
-PAIRS = (4, 8, 16)
+PAIRS = (2, 4, 8, 16)
+SEARCHED = 4  # pairs with which the learning rate of a model is chosen
 
 
 def recall_arm(model: str, pairs: int) -> str:
@@ -286,11 +298,9 @@ def recall_arm(model: str, pairs: int) -> str:
 
 
 RECALLS = {
-    recall_arm(name, pairs): Recall(
-        _TWO_LAYERS | model, pairs, None if pairs == PAIRS[0] else recall_arm(name, PAIRS[0])
-    )
+    recall_arm(name, pairs): Recall(_TWO_LAYERS | model, pairs, recall_arm(name, SEARCHED))
     for pairs in PAIRS
     for name, model in RECALL_MODELS.items()
 }
 
-ARMS: dict[str, Training | Speed | Recall] = {**TRAININGS, **SPEEDS, **RECALLS}
+ARMS: dict[str, Training | Speed | Recall | Widths] = {**TRAININGS, **SPEEDS, **RECALLS, "widths": Widths()}

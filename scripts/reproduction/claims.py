@@ -289,6 +289,7 @@ _OURS = (
         ),
     ),
     Claim("recall", "Associative recall", shown=tuple(RECALLS)),
+    Claim("widths", "Time by width", shown=("widths",)),
     Claim(
         "lengths",
         "Texts longer than in training",
@@ -299,5 +300,5 @@ CLAIMS = {claim.name: claim for claim in _CLAIMS}  # of the paper: these are cou
 OURS = {claim.name: claim for claim in _OURS}
 SECTIONS = CLAIMS | OURS
 # The order of `all`.
-_DECIDING = ("recall", "lengths", "later", "1", "6", "4", "7", "11", "12", "15", "18", "13", "8")
+_DECIDING = ("recall", "widths", "lengths", "later", "1", "6", "4", "7", "11", "12", "15", "18", "13", "8")
 ORDER = tuple(dict.fromkeys((*_DECIDING, *CLAIMS)))

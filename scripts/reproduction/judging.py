@@ -19,7 +19,7 @@ from typing import Any
 from scipy.stats import binomtest
 from scipy.stats import t as student
 
-from .arms import ARMS, Speed
+from .arms import ARMS, RATES
 from .claims import Claim, Comparison
 
 
@@ -72,7 +72,7 @@ class Records:
         """Whether the learning rate of an arm is better than a lower and a higher one; an arm may have none."""
         rates = {x["rate"] for x in self.of(arm).values()} - {None}
         tried = {x["rate"] for name, _, _ in self._of if name.startswith(f"{arm}@") for x in self.of(name).values()}
-        return isinstance(ARMS[arm], Speed) or all(tried and min(tried) < rate < max(tried) for rate in rates)
+        return ARMS[arm].data not in RATES or all(tried and min(tried) < rate < max(tried) for rate in rates)
 
     def judge(self, claim: Claim) -> dict[Comparison, Judgement]:
         """Judge the comparisons of a claim by confirmed runs. Those of the paper are adjusted together, and controls

@@ -25,7 +25,7 @@ from aft_hf.training.recipe import Recipe, build_recipe
 from scripts.benchmark.page import read_records, write_records
 
 from . import baselines  # noqa: F401  (registers their architecture)
-from .arms import ARMS, RATES, RECIPES, SEARCH_SHARES, SMOKE, Recall, Speed, Training
+from .arms import ARMS, RATES, RECIPES, SEARCH_SHARES, SMOKE, Recall, Speed, Training, Widths
 
 
 SEARCH_SEED = 1000  # of the runs that choose a learning rate
@@ -59,6 +59,7 @@ class Runner:
         image_column, label_column: the columns of these files.
         smoke: whether to run tiny models for a few steps, to check that everything runs.
         records: the records of finished runs; those in `out` are added.
+        digests: the digests of runs and of the runs that they start from, as far as they were needed.
     """
 
     out: Path
@@ -68,6 +69,7 @@ class Runner:
     label_column: str = "label"
     smoke: bool = False
     records: list[dict[str, Any]] = field(default_factory=list)
+    digests: dict[tuple[Run, Run | None], str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.records = [*self.records, *read_records(self.out / "records.json")]
@@ -75,11 +77,11 @@ class Runner:
     def left(self, arms: list[str], seeds: int) -> Iterator[Run]:
         """The runs that are not finished. Those of an arm without a learning rate follow when it is chosen."""
         for arm in arms:
-            speed = isinstance(ARMS[arm], Speed)
-            rate, searches = (None, []) if speed else self.search(arm)
+            trained = ARMS[arm].data in RATES
+            rate, searches = self.search(arm) if trained else (None, [])
             yield from searches
-            if speed or rate is not None:
-                runs = (Run(arm, seed, rate) for seed in range(1 if speed else seeds))
+            if rate is not None or not trained:
+                runs = (Run(arm, seed, rate) for seed in range(seeds if trained else 1))
                 yield from (run for run in runs if not self.find(run))
 
     def search(self, arm: str) -> tuple[float | None, list[Run]]:
@@ -88,7 +90,7 @@ class Runner:
         The grid is extended, by factors of two, until the best rate is not at its edge.
         """
         found = ARMS[arm]
-        if isinstance(found, Recall) and found.rate_of:
+        if isinstance(found, Recall) and found.rate_of != arm:
             return self.search(found.rate_of)
         rates = list(RATES[found.data])
         while True:
@@ -107,7 +109,7 @@ class Runner:
 
     def has_rate(self, arm: str) -> bool:
         """Whether an arm needs no learning rate, or it is chosen."""
-        return isinstance(ARMS[arm], Speed) or self.rate_of(arm) is not None
+        return ARMS[arm].data not in RATES or self.rate_of(arm) is not None
 
     def can_start(self, run: Run) -> bool:
         """Whether the run from whose model a run starts is finished, if there is one."""
@@ -115,9 +117,11 @@ class Runner:
         return start is None or (self.has_rate(start) and self.find(self.start_of(run)) is not None)
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """The record of a run, by its identity."""
-        digest = self.digest(run)
-        return next((x for x in self.records if x["identity"] == digest), None)
+        """The record of a run, by its identity, which is computed once: it takes 10 ms."""
+        key = run, self.start_of(run) if getattr(ARMS[run.arm], "start", None) else None
+        if key not in self.digests:
+            self.digests[key] = self.digest(run)
+        return next((x for x in self.records if x["identity"] == self.digests[key]), None)
 
     def run(self, run: Run) -> dict[str, Any]:
         """Run an arm, and return its record.
@@ -131,6 +135,8 @@ class Runner:
             found = self._train(run, arm)
         elif isinstance(arm, Recall):
             found = _train_recall(run, arm, self.smoke)
+        elif isinstance(arm, Widths):
+            found = _measure_widths(arm, self.smoke)
         else:
             found = _measure_speed(run.arm, self.smoke)
         record = {"arm": run.name, "seed": run.seed, "rate": run.rate, "identity": self.digest(run)}
@@ -154,6 +160,8 @@ class Runner:
         if isinstance(arm, Speed):
             models = {"ours": _config(arm.ours), "peer": _config(arm.peer)}
             return models | {"task": arm.task, "batch": arm.batch, "length": arm.length, "smoke": self.smoke}
+        if isinstance(arm, Widths):
+            return {"widths": list(arm.widths), "length": arm.length, "smoke": self.smoke}
         if isinstance(arm, Recall):
             values = {"model": _config(arm.model), "pairs": arm.pairs, "batch": arm.batch, "steps": arm.steps}
             return values | {"seed": run.seed, "rate": run.rate, "smoke": self.smoke}
@@ -274,6 +282,12 @@ def _measure_speed(name: str, smoke: bool) -> dict[str, Any]:
     from .speed import measure_speed
 
     return {"metrics": measure_speed(name, smoke), "losses": []}
+
+
+def _measure_widths(arm: Widths, smoke: bool) -> dict[str, Any]:
+    from .speed import measure_widths
+
+    return {"metrics": measure_widths(arm, smoke), "losses": []}
 
 
 def _train_recall(run: Run, arm: Recall, smoke: bool) -> dict[str, Any]:
