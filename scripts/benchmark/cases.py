@@ -109,7 +109,7 @@ class Case:
                 model = without_mixing(model) if candidate == "limit" else model
         if isinstance(self.model, Text) and decodes:
             model.eval().to(torch.bfloat16 if self.bf16 else torch.float32)
-            return decoding(model, self.model.length, self.batch)
+            return decoding(model, fill_cache(model, self.model.length, self.batch), self.batch)
         inputs = {name: x.to(model.device) for name, x in self.model.inputs(self.batch).items()}
         options = {"use_cache": False} if isinstance(self.model, Text) else {}
         return model_call(model, inputs, self.task == "training", self.bf16, **options)
@@ -127,8 +127,16 @@ class Case:
             "seconds": {name: float(f"{statistics.median(taken):.4g}") for name, taken in seconds.items()},
             "ratio": {name: round(value, 3) for name, value in ratios.items() if name != "ours"},
             "bytes": on_gpu or {name: in_new_process(_peak, self, name) for name in names},
+            "weights": self.weights() if names else {},
             "turns": turns,
         }
+
+    def weights(self) -> dict[str, int]:
+        """Bytes of the weights of our model and of its peer."""
+        size = 2 if self.bf16 and self.task == "inference" else 4
+        with torch.device("meta"):
+            models = {"ours": self.model.aft(), "peer": self.model.peer()}
+        return {name: size * model.num_parameters() for name, model in models.items()}
 
     def key(self) -> dict[str, Any]:
         """What a record is valid for: the case, the machine, and the versions of the code."""
@@ -140,8 +148,8 @@ def _peak(case: Case, candidate: str) -> int:
 
 
 @torch.inference_mode()
-def decoding(model: PreTrainedModel, context: int, batch: int) -> Call:
-    """A call that decodes `DECODED` tokens after `context` tokens. Attention gets random keys and values."""
+def fill_cache(model: PreTrainedModel, context: int, batch: int = 1) -> Any:
+    """A cache of `context` tokens. Attention gets random keys and values."""
     first = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     cache = model(first, use_cache=True).cache
     if isinstance(cache, DynamicCache):
@@ -151,6 +159,12 @@ def decoding(model: PreTrainedModel, context: int, batch: int) -> Call:
     else:
         for piece in torch.randint(256, (batch, context - 1), device=model.device).split(1024, 1):
             cache = model(piece, cache=cache, use_cache=True, logits_to_keep=1).cache
+    return cache
+
+
+def decoding(model: PreTrainedModel, cache: Any, batch: int = 1) -> Call:
+    """A call that decodes `DECODED` tokens."""
+    first = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
     def call() -> None:

@@ -89,7 +89,12 @@ def _speed(record: Record | None) -> str:
 
 
 def _memory(record: Record | None) -> str:
-    return "-" if record is None else f"{record['bytes']['ours'] / record['bytes']['peer']:.2f}"
+    return "-" if record is None else f"{_bytes(record, 'ours') / _bytes(record, 'peer'):.2f}"
+
+
+def _bytes(record: Record, name: str) -> int:
+    """Peak memory with the weights."""
+    return record["bytes"][name] + record["weights"][name]
 
 
 @styled()
@@ -101,7 +106,7 @@ def draw_growth(records: list[dict[str, Any]], kind: type[Images] | type[Text]) 
         task, size = ("training", model.length) if isinstance(model, Text) else ("inference", model.pixels)
         if record := found.get(Case("growth", model, task, False, 1).name):
             for name, candidate in ((model.name.partition(",")[0], "ours"), (model.peer_name, "peer")):
-                point = size, record["seconds"][candidate], record["bytes"][candidate] / 2**20
+                point = size, record["seconds"][candidate], _bytes(record, candidate) / 2**20
                 if all(size != other[0] for other in lines.setdefault(name, [])):
                     lines[name].append(point)
     figure, axes = new_figure(2, 1, (3.4, 4.6))  # for a phone of 360 pixels

@@ -1,7 +1,7 @@
 """The arms that the claims compare, by name: training runs and measurements of speed.
 
-An arm that several claims share is run once for each seed. The learning rate of each arm is chosen among the same
-`RATES` by short runs with a seed of their own.
+An arm that several claims share is run once for each seed. The learning rate of each arm is chosen by runs with a seed
+of their own. They begin with the same `RATES` for all arms of the same data.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class Training:
     """A run of the training loop.
 
     Attributes:
-        data: "characters", "pixels" or "images"; a key of `RECIPES` and `RATES`.
+        data: "characters", "pixels", "images" or "images-100"; a key of `RECIPES` and `RATES`.
         model: the section `model` of the recipe, without `pretrained`.
         changes: other values of the recipe, by dotted key.
         measures: measurements of the trained model in addition to its score, as names of `measures.MEASURES`.
@@ -36,6 +36,26 @@ class Training:
     def steps(self) -> int:
         """Training steps."""
         return self.changes.get("steps", RECIPES[self.data]["steps"])
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Training on associative recall (`recall.train_recall`).
+
+    Attributes:
+        model: the `architecture` of a model and the fields of its config, without its sizes of vocabulary and length.
+        pairs: number of pairs in a sequence.
+        rate_of: the arm with the same model whose learning rate is used.
+        batch, steps: sequences of a step, and training steps.
+    """
+
+    data = "recall"
+
+    model: Values
+    pairs: int
+    rate_of: str
+    batch: int = 32
+    steps: int = 400
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,16 @@ class Speed:
     length: int | None = None
 
 
+@dataclass(frozen=True)
+class Widths:
+    """Seconds of the operations of a layer by its width d (Table 1), forward, on one sequence of `length` tokens."""
+
+    data = "widths"
+
+    widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    length: int = 1024
+
+
 # The paper's optimizers, schedules that end, and a fraction of its widths, depths, lengths and steps. Patches of 4
 # make a grid of 8 x 8, where the paper has 14 x 14: kernels 3, 5 and 7 cover about the share of it that 7, 11 and 15
 # cover there. Position biases of images, which start at 0, learn 10 times as fast as the weights.
@@ -75,7 +105,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     | {"optimizer": {"weight_decay": 0.05, "position_bias_scale": 10.0}}
     | {"schedule": {"name": "cosine", "warmup_steps": 200}},
 }
-RATES = {"characters": (1e-3, 2e-3, 4e-3), "pixels": (1e-3, 2e-3, 4e-3), "images": (5e-4, 1e-3, 2e-3)}
+# To convergence, for a GPU.
+RECIPES["images-100"] = RECIPES["images"] | {"steps": 100 * 45_000 // 1024, "global_batch_size": 1024}
+RECIPES["images-100"] |= {"data": RECIPES["images"]["data"] | {"workers": 2}}
+_TEXT_RATES = (1e-3, 2e-3, 4e-3)
+RATES = {"characters": _TEXT_RATES, "pixels": _TEXT_RATES, "recall": (2e-3, 4e-3, 8e-3)}
+RATES |= dict.fromkeys(("images", "images-100"), (5e-4, 1e-3, 2e-3))
+# A run that chooses a learning rate has one n-th of the steps. On associative recall, where losses fall late, all of
+# them.
+SEARCH_SHARES = {"characters": 4, "pixels": 4, "images": 4, "images-100": 20}
 # Values of `--smoke`: a run takes seconds, and its numbers say nothing.
 SMOKE = {"steps": 4, "global_batch_size": 4, "save_every": 2, "log_every": 1, "data.max_eval_samples": 8}
 
@@ -84,12 +122,15 @@ LOCAL = AFT | {"aft_type": "local", "position_bias_dim": 64, "window_size": 32}
 PIXELS_LOCAL = AFT | {"aft_type": "local", "position_bias_dim": 16, "window_size": 64}
 SIMPLE, FULL, ALIBI = {"aft_type": "simple"}, {"aft_type": "full"}, {"aft_type": "alibi", "num_heads": 8}
 LAGS = {"aft_type": "conv", "num_heads": 8, "kernel_size": 32}  # biases by lag: no table with a row for each position
+SHALLOW = {"num_hidden_layers": 4}
 WIDE = {"hidden_size": 128, "num_hidden_layers": 4}
 # No dropout of attention, which AFT has none of: it would not be fused.
 GPT2 = {"architecture": "gpt2", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2}
 GPT2 |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0, "tie_word_embeddings": False}
 BLOOM = {"architecture": "bloom", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8}
 BLOOM |= {"hidden_dropout": 0.1, "attention_dropout": 0.0, "tie_word_embeddings": False}
+MAMBA2 = {"architecture": "mamba2", "hidden_size": 64, "num_hidden_layers": 14, "num_heads": 8, "head_dim": 16}
+MAMBA2 |= {"state_size": 64, "n_groups": 1, "chunk_size": 64, "tie_word_embeddings": False}
 OTHER = AFT | WIDE | {"architecture": "aft-baseline", "num_heads": 4}  # of the shape of the wide AFT
 IMAGE = {"hidden_size": 96, "num_hidden_layers": 6, "patch_size": 4, "layer_norm_eps": 1e-6}
 CONV = IMAGE | {"architecture": "aft", "modality": "image", "aft_type": "conv", "num_heads": 96, "kernel_size": 5}
@@ -107,6 +148,7 @@ LAMBDA |= {"use_cls_token": False, "use_position_embeddings": True}
 KERNEL_3, KERNEL_7, FEW_HEADS = {"kernel_size": 3}, {"kernel_size": 7}, {"num_heads": 4}  # 24 features per head
 NO_QUERY, NO_GLOBAL = {"use_query": False}, {"global_connectivity": False}
 SHORT = {"data.seq_len": 128, "global_batch_size": 16}
+LENGTHS = {"data.seq_len": 64, "global_batch_size": 16, "steps": 600}
 FAST = {"optimizer.position_bias_scale": 1000.0}  # as the multipliers of converted models (docs/conversion.md)
 DEIT_CROPS = {"data.augmentation.crop_scale": [0.08, 1.0]}
 PACE = {"position_bias_multiplier": 1000.0}  # of converted and new models alike
@@ -134,16 +176,21 @@ def _images(model: Values, changes: Values | None = None, *measures: str, **star
     return Training("images", model, changes or {}, measures, **start)
 
 
+def _images_100(model: Values) -> Training:
+    return Training("images-100", model)
+
+
 TRAININGS: dict[str, Training] = {
     "characters": _characters(LOCAL),
     "characters-transformer": _characters(GPT2),
     "characters-transformer-alibi": _characters(BLOOM),
     "characters-rwkv": _characters(AFT | {"architecture": "aft-baseline", "mixer": "rwkv"}),
+    "characters-mamba2": _characters(MAMBA2),
     "characters-aft-alibi": _characters(AFT | ALIBI),
     "characters-simple": _characters(AFT | SIMPLE),
     "characters-wide": _characters(LOCAL | WIDE),
     "characters-wide-short": _characters(LOCAL | WIDE, _half("characters")),
-    "characters-transformer-wide-short": _characters(GPT2 | WIDE | {"num_attention_heads": 4}, _half("characters")),
+    "characters-simple-wide": _characters(AFT | SIMPLE | WIDE),
     "characters-linear": _characters(OTHER | {"mixer": "linear"}),
     "characters-performer": _characters(OTHER | {"mixer": "performer"}),
     "characters-synthesizer": _characters(OTHER | {"mixer": "synthesizer"}),
@@ -154,8 +201,9 @@ TRAININGS: dict[str, Training] = {
     "characters-t512": _characters(LOCAL, {"data.seq_len": 512, "global_batch_size": 4}),
     "characters-lags-t128": _characters(AFT | LAGS, SHORT),
     "characters-lags-t512": _characters(AFT | LAGS, {"data.seq_len": 512, "global_batch_size": 4}),
-    "characters-alibi": _characters(AFT | ALIBI, SHORT, "lengths"),
-    "characters-bloom": _characters(BLOOM, SHORT, "lengths"),
+    "lengths-aft-alibi": _characters(AFT | ALIBI | SHALLOW, LENGTHS, "lengths"),
+    "lengths-aft-conv": _characters(AFT | LAGS | SHALLOW, LENGTHS, "lengths"),
+    "lengths-attention": _characters(BLOOM | SHALLOW, LENGTHS, "lengths"),
     "pixels": _pixels(PIXELS_LOCAL),
     "pixels-transformer": _pixels(GPT2),
     "pixels-simple": _pixels(AFT | SIMPLE),
@@ -186,6 +234,10 @@ TRAININGS: dict[str, Training] = {
     "conv-new-long": _images(CONV | FEW_HEADS | {"kernel_size": 9} | PACE, SAME_PACE | _twice("images")),
     "conv-of-vit": _images({}, SAME_PACE, start="vit", convert=CONVERTED),
     "vit-continued": _images({}, start="vit"),
+    "conv-100": _images_100(CONV),
+    "vit-100": _images_100(VIT),
+    "conv-3-100": _images_100(CONV | KERNEL_3),
+    "full-100": _images_100(IMAGE_FULL),
 }
 
 # No dropout, as in our models; attention with dropout is not fused.
@@ -225,4 +277,30 @@ SPEEDS: dict[str, Speed] = {
     ),
 }
 
-ARMS: dict[str, Training | Speed] = {**TRAININGS, **SPEEDS}
+_TWO_LAYERS = {"hidden_size": 64, "num_hidden_layers": 2}
+RECALL_MODELS: dict[str, Values] = {
+    "attention": {"architecture": "llama", "num_attention_heads": 2, "num_key_value_heads": 2}  # rotary positions
+    | {"intermediate_size": 192, "bos_token_id": None, "eos_token_id": None},
+    "Mamba-2": {"architecture": "mamba2", "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 1}
+    | {"chunk_size": 16, "tie_word_embeddings": False},
+    "RWKV-4": {"architecture": "aft-baseline", "mixer": "rwkv"},
+    "AFT-local": {"architecture": "aft", "aft_type": "local", "position_bias_dim": 16, "window_size": 8},
+    "AFT-conv": {"architecture": "aft", "aft_type": "conv", "num_heads": 8, "kernel_size": 8},
+    "AFT-alibi": {"architecture": "aft", "aft_type": "alibi", "num_heads": 8},
+}
+PAIRS = (2, 4, 8, 16)
+SEARCHED = 4  # pairs with which the learning rate of a model is chosen
+
+
+def recall_arm(model: str, pairs: int) -> str:
+    """The name of an arm on associative recall."""
+    return f"recall-{model.lower()}-{pairs}"
+
+
+RECALLS = {
+    recall_arm(name, pairs): Recall(_TWO_LAYERS | model, pairs, recall_arm(name, SEARCHED))
+    for pairs in PAIRS
+    for name, model in RECALL_MODELS.items()
+}
+
+ARMS: dict[str, Training | Speed | Recall | Widths] = {**TRAININGS, **SPEEDS, **RECALLS, "widths": Widths()}

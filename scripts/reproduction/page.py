@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ from aft_hf.analysis.pictures import CURVES, new_figure, save, styled
 from aft_hf.atomic_files import write_atomic
 from scripts.benchmark.page import write_records
 
-from .arms import ARMS
-from .claims import CLAIMS, Claim, Comparison
-from .judging import LEAST_SEEDS, NOT_RUN, SEEDS, Judgement, Records
+from .arms import ARMS, PAIRS, RATES, RECALL_MODELS, Widths, recall_arm
+from .claims import CLAIMS, OURS, Claim, Comparison
+from .judging import EXACT, FAILS, HOLDS, LEAST_SEEDS, NOT_RUN, SEEDS, UNDECIDED, Judgement, Record, Records
+from .measures import LONGER
 
 
 if TYPE_CHECKING:
@@ -21,48 +23,64 @@ if TYPE_CHECKING:
 
 TEXT = f"""# The paper's claims at small scale
 
-Each claim is tested by training small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels
-and images). They end far from convergence: compare the order of two numbers, not their values. Text is in bits per
+Each claim is tested by small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels and
+images). They end far from convergence: compare the order of two numbers, not their values. Text is in bits per
 character or dimension (lower is better), images in accuracy.
 
-**Rule, fixed before the runs.** Arms are compared seed by seed. The effect is our number minus the other, with the
-95 % interval of Student's t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). A comparison *holds*
-if the whole interval is on the claimed side, *does not hold* if it is on the other side, and is else *not decided*; a
-margin that a claim allows is added first. A claim holds if all of its comparisons do, controls included. Controls are
-ours, not the paper's; those that cannot reverse a claim are in parentheses. Seeds change neither counts of parameters
-nor speeds, which have the interval of repeated turns. Intervals leave out the sampling error of the test sets, which
-both arms share (standard error of a score: {{errors}}).
+{{verdicts}}
 
-**Runs.** Each arm gets the learning rate, of three, with the lowest training loss in short runs with another seed, and
-a cosine schedule that ends. A † marks earlier runs: three seeds, a quarter of the steps at four times the batch (for
-pixels twice), one learning rate for all, and data recorded by name alone. Runs of this rule replace them.
-{{count}}
+**Rule.** Arms are compared seed by seed. The effect is our number minus the other, with the 95 % interval of Student's
+t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p is that of the t test against 0 or the margin
+that a claim allows, adjusted by Holm over the comparisons of a claim (of the paper; of ours); intervals are not
+adjusted. A comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold, and one
+that fails sinks it. Controls are ours and decide nothing. Parameters and memory (the peak of a call, without weights)
+are exact; speeds have a sign test over nine turns. The intervals, the first learning rates and the seeds were fixed
+before the confirmed runs; Holm's adjustment, and that controls do not count, after them. Intervals leave out the
+sampling error of the test sets (standard error of a score: {{errors}}).
+
+**Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
+cosine schedule that ends. The grid now grows until the best rate is inside; ‡ marks comparisons with a rate at the
+edge of the first grid, of three: {{edges}}. Earlier runs (three seeds, a quarter of the steps at four times the batch,
+for pixels twice, one learning rate for all, data recorded by name alone) decide nothing and are in the appendix.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
     --text tinyshakespeare.txt --images cifar10
+python -m scripts.reproduction all --device cuda --minutes 8 \\
+    --text tinyshakespeare.txt --images cifar10
 python -m scripts.reproduction report
 ```
 
-`cifar10` is a folder with `train.parquet` and `validation.parquet`. The first command resumes after an interruption
-and begins no run after its hours; `--plan` lists what is left. The second writes this page and
-[its records](reproduction.json), with learning rates and versions. The models are in `scripts/reproduction/arms.py`.
+`cifar10` is a folder with `train.parquet` and `validation.parquet`. A command resumes after an interruption; `--plan`
+lists what is left. The last one writes this page and [its records](reproduction.json).
 
 ## Claims
 
-Numbers are those of the deciding comparison; all comparisons are below.
-
-| claim | paper | ours | effect (95 %) | verdict | controls |
-|---|---:|---:|---:|---|---|
+| claim | verdict | controls |
+|---|---|---|
 """
-COMPARISONS = "| comparison | paper | ours | effect (95 %) | verdict |\n|---|---:|---:|---:|---|\n"
+COMPARISONS = """| | comparison | paper | ours | parameters, M | seeds | effect (95 %) | p | verdict |
+|---|---|---:|---:|---:|---:|---:|---:|---|
+"""
+APPENDIX = """
+## Appendix: earlier runs
+
+| | comparison | paper | ours | effect (95 %) |
+|---|---|---:|---:|---:|
+"""
 
 
 def write_page(records: Records, page: Path, pictures: Path) -> None:
     """Write the page, its pictures and, in the same folder, its records."""
-    drawn = [claim for claim in CLAIMS.values() if _sides(claim, records)]
-    for claim in drawn:
-        save(draw(claim, records), pictures / f"claim-{claim.number}.svg")
+    for path in pictures.glob("claim-*.svg"):
+        path.unlink()
+    for claim in CLAIMS.values():
+        if _sides(claim, records):
+            save(draw(claim, records), pictures / f"claim-{claim.name}.svg")
+    if _recalled(records):
+        save(draw_recall(records), pictures / "recall.svg")
+    if records.of("widths"):
+        save(draw_widths(records), pictures / "widths.svg")
     folder = os.path.relpath(pictures, page.parent)
     with write_atomic(page) as file:
         file.write(render(records, folder).encode())
@@ -70,51 +88,103 @@ def write_page(records: Records, page: Path, pictures: Path) -> None:
 
 
 def render(records: Records, pictures: str) -> str:
-    """The text, the table of the claims, and for each claim its comparisons and its picture, folded."""
+    """The text, the table of the claims, that of the comparisons, what is not in the paper, and earlier runs."""
+    text = TEXT.format(verdicts=counted(records), errors=_errors(records), runs=_runs(records), edges=_edges(records))
+    text += "".join(_row(claim, records) for claim in CLAIMS.values())
+    text += "\n## Comparisons\n\n" + COMPARISONS
+    text += "".join(_comparisons(claim, records) for claim in CLAIMS.values()) + "\n"
+    text += "".join(f"{claim.name}: {claim.note}\n" for claim in CLAIMS.values() if claim.note)
+    drawn = [claim for claim in CLAIMS.values() if _sides(claim, records)]
+    shown = "".join(f"![Claim {claim.name}]({pictures}/claim-{claim.name}.svg)\n" for claim in drawn)
+    text += f"\n<details markdown>\n<summary>Losses and scores</summary>\n\n{shown}\n</details>\n" if drawn else ""
+    text += _ours(records, pictures)
+    earlier = "".join(_earlier(claim, records) for claim in CLAIMS.values())
+    return text + (APPENDIX + earlier if earlier else "")
+
+
+def counted(records: Records) -> str:
+    """How many claims have each verdict."""
+    verdicts = Counter(records.verdict(claim) for claim in CLAIMS.values())
+    words = {
+        HOLDS: "hold",
+        FAILS: "do not hold at this size",
+        UNDECIDED: "are undecided",
+        NOT_RUN: "are not confirmed",
+    }
+    said = [f"{verdicts[verdict]} {word}" for verdict, word in words.items() if verdicts[verdict]]
+    return f"Of {len(CLAIMS)} claims, {' and '.join([', '.join(said[:-1]), said[-1]])}."
+
+
+def _errors(records: Records) -> str:
     kinds = {"characters": "bits per character", "pixels": "bits per dimension", "images": "accuracy"}
     errors: dict[str, list[float]] = {}
-    for record in records.all():
-        if "test_error" in record["metrics"] and record["arm"] in ARMS:
+    for record in _confirmed(records):
+        if "test_error" in record["metrics"] and ARMS[record["arm"]].data in kinds:
             errors.setdefault(kinds[ARMS[record["arm"]].data], []).append(record["metrics"]["test_error"])
-    said = ", ".join(f"at most {max(values):.3f} {kind}" for kind, values in errors.items())
-    known = sum(record["identity"] is not None for record in records.all())
-    text = TEXT.format(
-        errors=said or "about 0.007 for an accuracy (5,000 images)",
-        count=f"{known} runs are confirmed, {len(records.all()) - known} are earlier ones.",
-    )
-    text += "".join(_row(claim, records) for claim in CLAIMS.values()) + "\n## Comparisons\n"
-    return text + "".join(_fold(claim, records, pictures) for claim in CLAIMS.values())
+    return ", ".join(f"at most {max(values):.3f} {kind}" for kind, values in errors.items()) or "not measured"
+
+
+def _confirmed(records: Records) -> list[Record]:
+    """The confirmed runs that are not searches for a learning rate."""
+    return [record for record in records.all() if record["identity"] is not None and "@" not in record["arm"]]
+
+
+def _runs(records: Records) -> str:
+    final, all_of = len(_confirmed(records)), [record["identity"] is not None for record in records.all()]
+    arms = Counter(record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES)
+    seeds = ", ".join(f"{n} of {count} arms" for n, count in sorted(Counter(arms.values()).items()))
+    others = f"{sum(all_of) - final} chose a learning rate, and {all_of.count(False)} are earlier ones"
+    return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}."
+
+
+def _edges(records: Records) -> str:
+    arms = {record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES}
+    return f"{sum(not records.rate_is_inside(arm) for arm in arms)} of {len(arms)} arms"
 
 
 def _row(claim: Claim, records: Records) -> str:
-    judged = [(each, records.judge(each)) for each in claim.comparisons if each.judged]
-    verdict = records.verdict(claim)
-    deciding = next(x for x in judged if x[1].verdict == verdict)
-    controls = ", ".join(_verdict(found) for each, found in judged if each.control) or "-"
-    mark = "" if all(found.confirmed for _, found in judged) else " †"
-    says = f"{claim.number}. **{claim.says}** ({claim.where})"
-    return f"| {says} | {_cells(*deciding)} | **{verdict}**{mark} | {controls} |\n"
+    found = [judgement.verdict for each, judgement in records.judge(claim).items() if each.control]
+    controls = ", ".join(f"{count} {verdict}" if count > 1 else verdict for verdict, count in Counter(found).items())
+    return f"| {claim.name}. {claim.says} ({claim.where}) | **{records.verdict(claim)}** | {controls or '-'} |\n"
 
 
-def _fold(claim: Claim, records: Records, pictures: str) -> str:
+def _comparisons(claim: Claim, records: Records) -> str:
+    """A row for each comparison with confirmed runs."""
     rows = []
-    for each in claim.comparisons:
-        name = f"control: {each.says}" if each.control else each.says
-        found = records.judge(each)
-        rows.append(f"| {name if each.judged else f'({name})'} | {_cells(each, found)} | {_verdict(found)} |\n")
-    picture = f"\n![Claim {claim.number}]({pictures}/claim-{claim.number}.svg)\n" if _sides(claim, records) else ""
-    note = f"{claim.note}\n\n" if claim.note else ""
-    start = f"\n<details markdown>\n<summary>{claim.number}. {claim.says}</summary>\n\n"
-    return f"{start}{note}{COMPARISONS}{''.join(rows)}{picture}\n</details>\n"
+    for each, found in records.judge(claim).items():
+        if found.seeds:
+            sides = [side[0] for side in (each.ours, each.other) if isinstance(side, tuple)]
+            exact = each.metric in EXACT
+            edge = "" if exact or all(map(records.rate_is_inside, sides)) else " ‡"
+            name = f"control: {each.says}" if each.control else each.says
+            cells = [claim.name if claim.where else "", name + edge, *_pairs(each, found), _parameters(sides, records)]
+            cells += ["-" if exact else str(found.seeds), _effect(each, found)]
+            cells += ["-" if exact or math.isnan(found.low) else f"{found.p:.2g}", found.verdict]
+            rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
 
 
-def _verdict(found: Judgement) -> str:
-    return found.verdict + ("" if found.confirmed else " †")
+def _earlier(claim: Claim, records: Records) -> str:
+    """A row for each comparison that has earlier runs only."""
+    found = {each: records.effect(each, confirmed=False) for each in claim.comparisons}
+    left = [each for each, confirmed in records.judge(claim).items() if confirmed.verdict == NOT_RUN]
+    rows = [
+        [claim.name, f"control: {each.says}" if each.control else each.says, *_pairs(each, found[each])]
+        + [_effect(each, found[each])]
+        for each in left
+        if found[each].seeds
+    ]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def _cells(comparison: Comparison, found: Judgement) -> str:
-    paper = _pair(comparison, *(comparison.paper or (math.nan, math.nan)))
-    return f"{paper} | {_pair(comparison, found.ours, found.other)} | {_effect(comparison, found)}"
+def _parameters(arms: list[str], records: Records) -> str:
+    counts = [next(iter(records.of(arm).values()))["metrics"].get("parameters") for arm in arms]
+    return "/".join(f"{count / 1e6:.2f}" for count in dict.fromkeys(counts) if count) or "-"
+
+
+def _pairs(comparison: Comparison, found: Judgement) -> list[str]:
+    paper = comparison.paper or (math.nan, math.nan)
+    return [_pair(comparison, *paper), _pair(comparison, found.ours, found.other)]
 
 
 def _pair(comparison: Comparison, ours: float, other: float) -> str:
@@ -124,8 +194,6 @@ def _pair(comparison: Comparison, ours: float, other: float) -> str:
 
 
 def _effect(comparison: Comparison, found: Judgement) -> str:
-    if found.verdict == NOT_RUN:
-        return "-"
     effect = number(found.difference, "+")
     spread = "" if math.isnan(found.low) or found.low == found.high else f"<br>[{found.low:+.3f}, {found.high:+.3f}]"
     margin = f"<br>margin {comparison.margin:g}" if comparison.margin else ""
@@ -139,16 +207,109 @@ def number(value: float, sign: str = "") -> str:
     return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value:{sign}.3f}"
 
 
+def _ours(records: Records, pictures: str) -> str:
+    """The experiments that are not in the paper."""
+    text = "\n## Beyond the paper\n"
+    if _recalled(records):
+        text += f"\n{RECALL.format(seeds=_spread(len(x) for x in _recalled(records).values()))}\n\n{_recall(records)}"
+        text += f"\n![Associative recall by the number of pairs]({pictures}/recall.svg)\n"
+    if records.of("widths"):
+        text += f"\n{WIDTHS}\n\n![Time by width]({pictures}/widths.svg)\n"
+    if lengths := _lengths(records):
+        text += f"\n{LENGTHS}\n\n{lengths}"
+    later = _comparisons(OURS["later"], records)
+    return text + f"\n{LATER}\n\n{COMPARISONS}{later}" if later else text
+
+
+RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of a key and a value, then all keys again; which
+value followed? Share of right answers of two layers of width 64 after 400 steps; seeds of an arm: {seeds}. The
+learning rate is chosen at 4 pairs."""
+WIDTHS = """**Time by width** (Table 1): forward, one sequence of 1,024 tokens on a CPU. The operation of AFT grows
+with d; that of linear attention with d² with one head, and with d with heads of 64. The projections of either layer
+grow with d² and take most of the time."""
+LENGTHS = """**Longer texts than in training** (as in ALiBi, arXiv 2108.12409): bits per character of four layers
+after 600 steps at T = 64, mean over seeds."""
+LATER = "**Later layers** of equal depth and width on characters, by the rule above:"
+
+
+def _spread(values) -> str:
+    values = sorted(set(values))
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def _recalled(records: Records) -> dict[tuple[str, int], list[float]]:
+    """The scores of the seeds on associative recall, by model and pairs."""
+    found = {
+        (model, pairs): [x["metrics"]["test"] for x in records.of(recall_arm(model, pairs)).values()]
+        for pairs, model in itertools.product(PAIRS, RECALL_MODELS)
+    }
+    return {key: scores for key, scores in found.items() if scores}
+
+
+def _recall(records: Records) -> str:
+    scores = _recalled(records)
+    rows = [f"| pairs | {' | '.join(map(str, PAIRS))} |\n|---|{'---:|' * len(PAIRS)}\n"]
+    for model in RECALL_MODELS:
+        cells = [
+            f"{statistics.fmean(values):.2f}" if (values := scores.get((model, pairs))) else "-" for pairs in PAIRS
+        ]
+        rows.append(f"| {model} | {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
+def _lengths(records: Records) -> str:
+    rows = []
+    for arm in OURS["lengths"].shown:
+        if runs := records.of(arm).values():
+            means = [statistics.fmean(x["metrics"][f"test_at_{factor}x"] for x in runs) for factor in LONGER]
+            cells = [arm.removeprefix("lengths-"), *(f"{mean:.3f}" for mean in means), str(len(runs))]
+            rows.append(f"| {' | '.join(cells)} |\n")
+    head = f"| | {' | '.join(f'T = {64 * factor}' for factor in LONGER)} | seeds |\n|---|{'---:|' * 5}\n"
+    return head + "".join(rows) if rows else ""
+
+
+@styled()
+def draw_recall(records: Records) -> "Figure":
+    """The share of right answers by the number of pairs: means, and a dot for each seed."""
+    figure, axes = new_figure(1, 1, (4.5, 3.0))
+    axis = axes[0][0]
+    scores = _recalled(records)
+    for model, (dash, colour) in zip(RECALL_MODELS, itertools.product(("-", "--"), CURVES)):
+        points = {pairs: scores[model, pairs] for pairs in PAIRS if (model, pairs) in scores}
+        axis.plot(list(points), [statistics.fmean(x) for x in points.values()], dash, color=colour, label=model)
+        for pairs, values in points.items():
+            axis.plot([pairs] * len(values), values, ".", color=colour)
+    axis.plot(PAIRS, [1 / pairs for pairs in PAIRS], ":", color=CURVES[-1], label="1 / pairs")
+    axis.set(xscale="log", xlabel="pairs", ylabel="share of right answers", ylim=(0, 1.03))
+    axis.set_xticks(PAIRS, map(str, PAIRS))
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
+
+
+@styled()
+def draw_widths(records: Records) -> "Figure":
+    """Seconds of the operations of a layer by its width."""
+    figure, axes = new_figure(1, 1, (4.5, 3.0))
+    axis = axes[0][0]
+    arm, metrics = ARMS["widths"], records.of("widths")[0]["metrics"]
+    assert isinstance(arm, Widths)
+    for (name, seconds), colour in zip(metrics.items(), CURVES):
+        axis.plot(arm.widths[: len(seconds)], seconds, ".-", color=colour, label=name)
+    axis.set(xscale="log", yscale="log", xlabel="width d", ylabel="seconds")
+    axis.set_xticks(arm.widths, map(str, arm.widths))
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=6)
+    return figure
+
+
 def _sides(claim: Claim, records: Records) -> dict[tuple[str, str], list[dict]]:
-    """The arms and metrics of a claim that a picture shows, but no counts of parameters, and their runs: those whose
-    identity is known, or only earlier ones if an arm of the same data has no others, since both kinds do not compare.
-    """
-    sides = [x for c in claim.comparisons if "parameters" not in c.metric for x in (c.ours, c.other)]
-    arms = {side: side[0] for side in dict.fromkeys(sides) if isinstance(side, tuple)}
-    earlier = {ARMS[arm].data for arm in arms.values() if records.of(arm, confirmed=False) and not records.of(arm)}
-    known = {arm: ARMS[arm].data not in earlier for arm in arms.values()}
-    runs = {side: [dict(x) for x in records.of(arm, confirmed=known[arm]).values()] for side, arm in arms.items()}
-    return {side: found for side, found in runs.items() if found}
+    """The arms and metrics of a claim that a picture shows, and their confirmed runs. Counts need no picture."""
+    shown = [each for each in claim.comparisons if each.metric not in EXACT and records.effect(each).seeds]
+    sides = dict.fromkeys(x for each in shown for x in (each.ours, each.other) if isinstance(x, tuple))
+    return {side: [dict(x) for x in records.of(side[0]).values()] for side in sides}
 
 
 @styled()

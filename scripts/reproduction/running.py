@@ -25,11 +25,10 @@ from aft_hf.training.recipe import Recipe, build_recipe
 from scripts.benchmark.page import read_records, write_records
 
 from . import baselines  # noqa: F401  (registers their architecture)
-from .arms import ARMS, RATES, RECIPES, SMOKE, Speed, Training
+from .arms import ARMS, RATES, RECIPES, SEARCH_SHARES, SMOKE, Recall, Speed, Training, Widths
 
 
-SEARCH_SEED = 1000  # of the short runs that choose a learning rate
-SEARCH_SHARE = 4  # such a run has 1 / 4 of the steps
+SEARCH_SEED = 1000  # of the runs that choose a learning rate
 VERSIONS = ("aft-hf", "torch", "transformers")
 # Keys of a recipe that change no number of a run.
 WITHOUT_EFFECT = {"output_dir", "notes", "base", "paper", "resume", "tracker", "save_every", "keep_checkpoints"}
@@ -60,6 +59,7 @@ class Runner:
         image_column, label_column: the columns of these files.
         smoke: whether to run tiny models for a few steps, to check that everything runs.
         records: the records of finished runs; those in `out` are added.
+        digests: the digests of runs and of the runs that they start from, as far as they were needed.
     """
 
     out: Path
@@ -69,52 +69,83 @@ class Runner:
     label_column: str = "label"
     smoke: bool = False
     records: list[dict[str, Any]] = field(default_factory=list)
+    digests: dict[tuple[Run, Run | None], str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.records = [*self.records, *read_records(self.out / "records.json")]
 
     def left(self, arms: list[str], seeds: int) -> Iterator[Run]:
-        """The runs that are not finished. The caller runs each before it asks for the next.
-
-        If the learning rate of an arm is not chosen after its short runs (as they were not run, or failed), its other
-        runs have none.
-        """
+        """The runs that are not finished. Those of an arm without a learning rate follow when it is chosen."""
         for arm in arms:
-            for rate in RATES.get(ARMS[arm].data, ()):
-                if not self.find(run := Run(arm, SEARCH_SEED, rate)):
-                    yield run
-            for seed in range(seeds if isinstance(ARMS[arm], Training) else 1):
-                run = Run(arm, seed, self.rate_of(arm))
-                if (run.rate is None and isinstance(ARMS[arm], Training)) or not self.find(run):
-                    yield run
+            trained = ARMS[arm].data in RATES
+            rate, searches = self.search(arm) if trained else (None, [])
+            yield from searches
+            if rate is not None or not trained:
+                runs = (Run(arm, seed, rate) for seed in range(seeds if trained else 1))
+                yield from (run for run in runs if not self.find(run))
+
+    def search(self, arm: str) -> tuple[float | None, list[Run]]:
+        """The learning rate with the lowest training loss, and the runs that are left to choose it.
+
+        The grid is extended, by factors of two, until the best rate is not at its edge.
+        """
+        found = ARMS[arm]
+        if isinstance(found, Recall) and found.rate_of != arm:
+            return self.search(found.rate_of)
+        rates = list(RATES[found.data])
+        while True:
+            records = {rate: self.find(Run(arm, SEARCH_SEED, rate)) for rate in rates}
+            if left := [Run(arm, SEARCH_SEED, rate) for rate in rates if not records[rate]]:
+                return None, left
+            losses = {rate: record["metrics"]["train"] for rate, record in records.items() if record}
+            best = min(rates, key=losses.__getitem__)
+            if self.smoke or rates[0] < best < rates[-1]:
+                return best, []
+            rates = [best / 2, *rates] if best == rates[0] else [*rates, best * 2]
 
     def rate_of(self, arm: str) -> float | None:
-        """The learning rate with the lowest training loss in the short runs; None before all are finished."""
-        rates = RATES.get(ARMS[arm].data, ())
-        found = {rate: self.find(Run(arm, SEARCH_SEED, rate)) for rate in rates}
-        losses = {rate: record["metrics"]["train"] for rate, record in found.items() if record}
-        return min(losses, key=losses.__getitem__) if rates and len(losses) == len(rates) else None
+        """The learning rate of an arm; None if it is not chosen yet."""
+        return self.search(arm)[0]
+
+    def has_rate(self, arm: str) -> bool:
+        """Whether an arm needs no learning rate, or it is chosen."""
+        return ARMS[arm].data not in RATES or self.rate_of(arm) is not None
+
+    def can_start(self, run: Run) -> bool:
+        """Whether the run from whose model a run starts is finished, if there is one."""
+        start = getattr(ARMS[run.arm], "start", None)
+        return start is None or (self.has_rate(start) and self.find(self.start_of(run)) is not None)
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """The record of a run, by its identity."""
-        digest = self.digest(run)
-        return next((x for x in self.records if x["identity"] == digest), None)
+        """The record of a run, by its identity, which is computed once: it takes 10 ms."""
+        key = run, self.start_of(run) if getattr(ARMS[run.arm], "start", None) else None
+        if key not in self.digests:
+            self.digests[key] = self.digest(run)
+        return next((x for x in self.records if x["identity"] == self.digests[key]), None)
 
     def run(self, run: Run) -> dict[str, Any]:
-        """Run an arm, and add its record to records.json.
+        """Run an arm, and return its record.
 
         Raises:
             ValueError: an option with the data is missing, or the training fails.
             OSError: the data cannot be read.
         """
         arm = ARMS[run.arm]
-        digest = self.digest(run)
-        found = self._train(run, arm) if isinstance(arm, Training) else _measure_speed(run.arm, self.smoke)
-        record = {"arm": run.name, "seed": run.seed, "rate": run.rate, "identity": digest, "device": machine()}
-        record |= {"versions": {name: versions()[name] for name in VERSIONS}} | found
+        if isinstance(arm, Training):
+            found = self._train(run, arm)
+        elif isinstance(arm, Recall):
+            found = _train_recall(run, arm, self.smoke)
+        elif isinstance(arm, Widths):
+            found = _measure_widths(arm, self.smoke)
+        else:
+            found = _measure_speed(run.arm, self.smoke)
+        record = {"arm": run.name, "seed": run.seed, "rate": run.rate, "identity": self.digest(run)}
+        return record | {"device": machine(), "versions": {name: versions()[name] for name in VERSIONS}} | found
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a record to records.json."""
         self.records.append(record)
         write_records(self.out / "records.json", [*read_records(self.out / "records.json"), record])
-        return record
 
     def digest(self, run: Run) -> str:
         """SHA-256 of the identity of a run."""
@@ -129,6 +160,11 @@ class Runner:
         if isinstance(arm, Speed):
             models = {"ours": _config(arm.ours), "peer": _config(arm.peer)}
             return models | {"task": arm.task, "batch": arm.batch, "length": arm.length, "smoke": self.smoke}
+        if isinstance(arm, Widths):
+            return {"widths": list(arm.widths), "length": arm.length, "smoke": self.smoke}
+        if isinstance(arm, Recall):
+            values = {"model": _config(arm.model), "pairs": arm.pairs, "batch": arm.batch, "steps": arm.steps}
+            return values | {"seed": run.seed, "rate": run.rate, "smoke": self.smoke}
         values = self.recipe(run).model_dump(exclude=WITHOUT_EFFECT)
         model = values.pop("model")
         for split in ("train", "validation"):
@@ -167,8 +203,9 @@ class Runner:
             values["model"]["pretrained"] = "start"
         changes = {**self._data(arm), **arm.changes, "optimizer.learning_rate": run.rate or RATES[arm.data][0]}
         if run.seed == SEARCH_SEED:
-            changes |= {"steps": arm.steps // SEARCH_SHARE}
-            values["schedule"]["warmup_steps"] //= SEARCH_SHARE
+            share = SEARCH_SHARES[arm.data]
+            changes |= {"steps": arm.steps // share}
+            values["schedule"]["warmup_steps"] //= share
         if self.smoke:
             changes |= SMOKE | ({} if arm.start else {"model.num_hidden_layers": 2})
             values["schedule"]["warmup_steps"] = 1
@@ -188,7 +225,7 @@ class Runner:
         if self.images is None:
             raise ValueError("the claim needs images: give --images FOLDER with train.parquet and validation.parquet")
         columns = {"data.image_column": self.image_column}
-        columns |= {"data.label_column": self.label_column} if arm.data == "images" else {}
+        columns |= {"data.label_column": self.label_column} if arm.data != "pixels" else {}
         if self.images == "generated":
             return columns | {"data.train": "generated"}
         return columns | {f"data.{x}": str(Path(self.images) / f"{x}.parquet") for x in ("train", "validation")}
@@ -223,7 +260,9 @@ class Runner:
 def _config(fields: Any) -> dict[str, Any]:
     """All values of the config of a model, with its defaults."""
     fields = dict(fields)
-    values = AutoConfig.for_model(fields.pop("architecture"), **fields).to_dict()
+    values = AutoConfig.for_model(architecture := fields.pop("architecture"), **fields).to_dict()
+    if architecture.startswith("aft"):
+        values.setdefault("max_position_embeddings", 1024)  # in configs of the first records, also without an effect
     return {key: value for key, value in values.items() if key != "transformers_version"}
 
 
@@ -243,3 +282,16 @@ def _measure_speed(name: str, smoke: bool) -> dict[str, Any]:
     from .speed import measure_speed
 
     return {"metrics": measure_speed(name, smoke), "losses": []}
+
+
+def _measure_widths(arm: Widths, smoke: bool) -> dict[str, Any]:
+    from .speed import measure_widths
+
+    return {"metrics": measure_widths(arm, smoke), "losses": []}
+
+
+def _train_recall(run: Run, arm: Recall, smoke: bool) -> dict[str, Any]:
+    from .recall import train_recall
+
+    assert run.rate is not None
+    return train_recall(arm, run.seed, run.rate, 4 if smoke else arm.steps)

@@ -1,33 +1,42 @@
 """Measure the speed and memory of a `Speed` arm: the models take turns; peak memory in new processes."""
 
-import math
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
-from aft_hf.benchmarking import Call, in_new_process, keep_freed_memory, model_call, peak_bytes, seconds_in_turns
+from aft_hf.benchmarking import (
+    ON_GPU,
+    Call,
+    in_new_process,
+    keep_freed_memory,
+    model_call,
+    peak_bytes,
+    seconds_in_turns,
+)
+from aft_hf.mixing_aft import Mixing, mix
+from aft_hf.position_biases_aft import NoBias
 
-from .arms import SPEEDS, Speed
+from .arms import SPEEDS, Speed, Widths
+from .baselines import causal_linear_attention
 
 
 TURNS = 9
 
 
-def measure_speed(name: str, smoke: bool) -> dict[str, float]:
+def measure_speed(name: str, smoke: bool) -> dict[str, Any]:
     """Measure a `Speed` arm.
 
     Returns:
-        "speed_ratio", how many times faster ours is (the median over turns), and the ends of its 95 % interval,
-        "speed_ratio_low" and "speed_ratio_high"; "memory_ratio", our peak memory over that of the peer; and the median
-        seconds and peak bytes of both.
+        "speed_ratio", how many times faster ours is (the median over turns), and "speed_turns", that of each turn;
+        "memory_ratio", our peak memory over that of the peer, without weights; and the median seconds and peak bytes
+        of both.
     """
     seconds = in_new_process(_seconds, name, smoke)
-    ratios = sorted(peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"]))
-    outer = max(0, math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))  # order statistics of the median
-    found = {"speed_ratio": statistics.median(ratios), "speed_ratio_low": ratios[outer]}
-    found["speed_ratio_high"] = ratios[-1 - outer]
+    turns = [peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"])]
+    found: dict[str, Any] = {"speed_ratio": statistics.median(turns), "speed_turns": [round(x, 4) for x in turns]}
     for candidate in ("ours", "peer"):
         found[f"seconds_{candidate}"] = statistics.median(seconds[candidate])
         found[f"bytes_{candidate}"] = in_new_process(_peak, name, candidate, smoke)
@@ -58,3 +67,32 @@ def _call(arm: Speed, candidate: str, smoke: bool) -> Call:
     inputs = inputs or {"pixel_values": torch.randn(batch, 3, side, side)}
     inputs = {key: x.to(model.device) for key, x in inputs.items()}
     return model_call(model, inputs, arm.task == "training", bf16=False)
+
+
+OPERATIONS = ("AFT-simple", "linear attention, one head", "linear attention, heads of 64", "projections of either")
+
+
+@torch.inference_mode()
+def measure_widths(arm: Widths, smoke: bool) -> dict[str, Any]:
+    """Seconds (of the fastest turn) of each of `OPERATIONS`, by width; the projections are four linear layers."""
+    found: dict[str, Any] = {name: [] for name in OPERATIONS}
+    for width in arm.widths[: 2 if smoke else None]:
+        shape = (1, arm.length, width)
+        query, key, value = torch.rand(3, *shape, device="cuda" if ON_GPU else "cpu")
+        weight = torch.randn(width, width, device=key.device)
+        bias = NoBias(1, key.device, torch.float32)
+
+        def attention(heads: int, *tensors: torch.Tensor) -> torch.Tensor:
+            return causal_linear_attention(*(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in tensors))
+
+        tensors, heads = (query, key, value), max(1, width // 64)
+        calls: list[Call] = [
+            partial(mix, Mixing(key, value, 1, bias, causal=True, query=query)),
+            partial(attention, 1, *tensors),
+            partial(attention, heads, *tensors),
+            lambda x=query, w=weight: [x @ w for _ in range(4)],  # type: ignore[misc]
+        ]
+        taken = seconds_in_turns(dict(zip(OPERATIONS, calls)), 1 if smoke else TURNS)
+        for name, seconds in taken.items():
+            found[name].append(float(f"{min(seconds):.4g}"))
+    return found

@@ -9,7 +9,7 @@ from scripts.benchmark import __main__ as command
 from scripts.benchmark import cases as module
 from scripts.benchmark.cases import GROWTH, TABLE, Case, all_cases
 from scripts.benchmark.models import Images, Text, without_mixing
-from scripts.benchmark.page import BEGIN, END, _speed, read_records
+from scripts.benchmark.page import BEGIN, END, _memory, _speed, read_records
 
 
 TINY = Text("local", 48, 1, 64)
@@ -24,7 +24,7 @@ def quick(monkeypatch):
 
 def made_up(case: Case, **values):
     found = {"seconds": {"ours": 2.0, "peer": 3.0}, "ratio": {"peer": 1.5, "limit": 0.9}, "turns": 3}
-    return case.key() | found | {"bytes": {"ours": 3, "peer": 6}} | values
+    return case.key() | found | {"bytes": {"ours": 3, "peer": 6}, "weights": {"ours": 3, "peer": 4}} | values
 
 
 def test_every_case_has_a_name_of_its_own_and_the_table_at_most_twelve_rows():
@@ -47,7 +47,15 @@ def test_a_record_compares_our_model_with_its_peer_and_its_limit(quick, task, bf
     record = case.measure(turns=1)
     assert set(record["ratio"]) == others and set(record["seconds"]) == others | {"ours"}
     assert record["bytes"] == ({} if task == "decoding" else {"ours": 3, "peer": 6})
+    assert record["weights"].keys() == record["bytes"].keys()
     assert case.key().items() <= record.items() and json.loads(json.dumps(record)) == record
+
+
+def test_memory_counts_the_weights():
+    with torch.no_grad():
+        case = Case("table", TINY, "inference", True, 1)
+        assert case.weights()["ours"] == sum(x.nbytes for x in TINY.aft().bfloat16().parameters())
+    assert _memory(made_up(case)) == "0.60"  # (3 + 3) / (6 + 4)
 
 
 def test_the_peer_with_the_faster_attention_counts():

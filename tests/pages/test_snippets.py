@@ -97,7 +97,7 @@ SHORTER = {
 NOT_RUN = {
     r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs them; gpu needs a GPU",
     r"make (demo|install)|python spaces/demo/app.py": "starts a server or installs packages; tests/demo tests the app",
-    r"(nice )?python -m scripts\.(benchmark|reproduction)": "takes hours and writes to docs/; see their tests",
+    r"(nice )?python -m scripts\.(benchmark|measure|reproduction)": "takes long and writes to docs/; see their tests",
     r"python scripts/measure_conversion.py": "takes hours; tests/scripts runs it with few images",
     r"pip install": "installs packages from an index",
     r"source .venv/bin/activate": "the tests run in this environment",

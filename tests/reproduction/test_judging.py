@@ -5,7 +5,7 @@ import math
 import pytest
 
 from scripts.reproduction.claims import Claim, Comparison
-from scripts.reproduction.judging import FAILS, HOLDS, NOT_RUN, TOO_FEW, UNDECIDED, Records, interval
+from scripts.reproduction.judging import FAILS, HOLDS, NOT_RUN, UNDECIDED, Records, interval, median_interval, t_test
 
 
 def made_up(arm, seed, identity="known", **metrics):
@@ -19,7 +19,8 @@ def records(identity="known", **arms):
 
 def judge(found, ours="a", other="b", metric="test", **options):
     sides = (ours, metric), (other, metric) if isinstance(other, str) else other
-    return Records(found).judge(Comparison("", *sides, **options))
+    claim = Claim("1", "", comparisons=(each := Comparison("", *sides, **options),))
+    return Records(found).judge(claim)[each]
 
 
 # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3). The quantile of t with 2 degrees is 4.303.
@@ -47,35 +48,95 @@ def test_a_margin_is_added_in_favor_of_the_claim():
     assert judge(records(a=A, b=B), higher=False, margin=0.1).verdict == UNDECIDED
 
 
+def test_p_is_that_of_the_paired_t_test():
+    assert t_test([0.1, 0.2, 0.3]) == pytest.approx(0.07418, abs=1e-5)  # t = 2 sqrt(3), 2 degrees
+    assert t_test([0.1, 0.1, 0.1]) == 0.0 and t_test([0.0, 0.0, 0.0]) == 1.0
+    assert judge(records(a=A, b=B)).p == pytest.approx(t_test([0.1, 0.2, 0.3]))
+
+
 def test_too_few_seeds_decide_nothing_and_no_seed_is_not_a_run():
-    assert judge(records(a=A, b={0: 1.0, 1: 1.0})).verdict == TOO_FEW
-    assert judge(records(a=A)).verdict == NOT_RUN
-    assert judge(records(a=A, b={5: 1.0, 6: 1.0, 7: 1.0})).verdict == NOT_RUN  # none shared
+    for b, seeds in ({0: 1.0, 1: 1.0}, 2), ({}, 0), ({5: 1.0, 6: 1.0, 7: 1.0}, 0):  # none shared
+        found = judge(records(a=A, b=b))
+        assert (found.verdict, found.seeds) == (NOT_RUN, seeds)
 
 
-@pytest.mark.parametrize(("low", "verdict"), [(1.01, HOLDS), (0.99, UNDECIDED)])
-def test_a_speed_has_the_interval_of_its_turns(low, verdict):
-    run = made_up("a", 0, speed_ratio=1.1, speed_ratio_low=low, speed_ratio_high=1.2)
+def test_a_speed_has_the_interval_and_the_sign_test_of_its_turns():
+    turns = [1.01, 1.02, 1.03, 1.1, 1.1, 1.1, 1.2, 1.3, 1.4]
+    run = made_up("a", 0, speed_ratio=1.1, speed_turns=turns)
     found = judge([run], other=1.0, metric="speed_ratio", higher=True)
-    assert found.verdict == verdict and found.high == pytest.approx(0.2)
+    assert (found.low, found.high, found.p) == pytest.approx((0.02, 0.3, 2 / 2**9)) and found.verdict == HOLDS
+    slower = made_up("a", 0, speed_ratio=1.1, speed_turns=[0.9, 0.9, *turns[2:]])
+    assert judge([slower], other=1.0, metric="speed_ratio", higher=True).verdict == UNDECIDED
+    earlier = made_up("a", 0, speed_ratio=1.1)  # without its turns
+    assert judge([earlier], other=1.0, metric="speed_ratio", higher=True).verdict == NOT_RUN
+    assert math.isnan(median_interval(turns[:5])[0])
 
 
-def test_runs_of_unknown_identity_count_only_where_no_others_do_and_are_marked():
+def test_peaks_of_memory_and_counts_are_exact():
+    run = [made_up("a", 0, memory_ratio=0.9, parameters=10), made_up("b", 0, parameters=10)]
+    assert judge(run, other=1.0, metric="memory_ratio").verdict == HOLDS
+    assert judge(run, metric="parameters").verdict == UNDECIDED
+
+
+def test_runs_of_unknown_identity_decide_nothing():
     earlier = records(None, a={0: 9.0, 1: 9.1, 2: 9.2}, b=B)
-    assert not judge(earlier, higher=True).confirmed
-    found = judge([*earlier, *records(a=B, b=A)], higher=True)
-    assert found.confirmed and found.verdict == UNDECIDED and found.difference == pytest.approx(-0.2)
-    assert judge([*earlier, *records(a=A)], higher=True).verdict == HOLDS  # kinds are not mixed
+    assert judge(earlier, higher=True).verdict == NOT_RUN
+    assert judge([*earlier, *records(a=A)], higher=True).verdict == NOT_RUN  # kinds are not mixed
+    found = Records(earlier).effect(Comparison("", ("a", "test"), ("b", "test")), confirmed=False)
+    assert found.ours == pytest.approx(9.1) and found.seeds == 3
 
 
-def test_a_claim_holds_if_all_judged_comparisons_do_and_fails_with_any():
-    def verdict(*names):
-        sides = {HOLDS: ("b", "c"), FAILS: ("c", "b"), NOT_RUN: ("b", "d"), UNDECIDED: ("b", "b")}
-        each = tuple(Comparison(name, *((x, "test") for x in sides[name])) for name in names)
-        each += (Comparison("", ("c", "test"), ("b", "test"), judged=False),)
-        return Records(records(b=B, c={seed: 9.0 + seed for seed in B})).verdict(Claim(1, "", "", each))
+def claim_of(*names, control=()):
+    """A claim on arms whose comparisons have known verdicts, without an adjustment."""
+    sides = {HOLDS: ("b", "c"), FAILS: ("c", "b"), NOT_RUN: ("b", "d"), UNDECIDED: ("b", "b")}
+    each = [Comparison(f"{i}", *((x, "test") for x in sides[name])) for i, name in enumerate(names)]
+    each += [Comparison(f"control {i}", *((x, "test") for x in sides[x]), control=True) for i, x in enumerate(control)]
+    return Claim("1", "", comparisons=tuple(each))
 
-    assert verdict(HOLDS, HOLDS) == HOLDS
-    assert verdict(HOLDS, UNDECIDED) == UNDECIDED
-    assert verdict(HOLDS, NOT_RUN) == NOT_RUN
-    assert verdict(NOT_RUN, FAILS) == FAILS
+
+@pytest.mark.parametrize(
+    ("names", "verdict"),
+    [
+        ((HOLDS, HOLDS), HOLDS),
+        ((HOLDS, UNDECIDED), UNDECIDED),
+        ((HOLDS, NOT_RUN), NOT_RUN),
+        ((NOT_RUN, FAILS), FAILS),
+    ],
+)
+@pytest.mark.parametrize("control", [(), (HOLDS,), (FAILS,), (NOT_RUN,)])
+def test_a_claim_holds_if_all_comparisons_of_the_paper_do_and_controls_do_not_count(names, control, verdict):
+    found = Records(records(b=B, c={seed: 9.0 + seed for seed in B}))
+    assert found.verdict(claim_of(*names, control=control)) == verdict
+
+
+def test_the_p_of_the_comparisons_of_a_claim_are_adjusted_by_holm():
+    """Of three comparisons, with p of 0.02, 0.024 and 0.5, none is decided: 3 x 0.02 > 0.05."""
+
+    def shifted(p):  # differences m - 0.1, m, m + 0.1 with this p
+        from scipy.stats import t
+
+        mean = t.isf(p / 2, 2) * 0.1 / math.sqrt(3)
+        return {seed: B[seed] - mean + 0.1 * (seed - 1) for seed in B}
+
+    def judged(*ps, control=False):
+        arms = {f"x{i}": shifted(p) for i, p in enumerate(ps)}
+        each = tuple(Comparison(arm, (arm, "test"), ("b", "test"), control=control) for arm in arms)
+        return Records(records(b=B, **arms)).judge(Claim("1", "", comparisons=each))
+
+    found = list(judged(0.02, 0.5, 0.024).values())
+    assert [x.p for x in found] == pytest.approx([0.06, 0.5, 0.06]) and {x.verdict for x in found} == {UNDECIDED}
+    found = list(judged(0.04, 0.01, 0.024).values())
+    assert [x.p for x in found] == pytest.approx([0.048, 0.03, 0.048]) and {x.verdict for x in found} == {HOLDS}
+    # One that is not run counts, so that the adjustment does not depend on what was run.
+    both = Claim("1", "", comparisons=tuple(Comparison(x, (x, "test"), ("b", "test")) for x in ("a", "d")))
+    found = Records(records(b=B, a=shifted(0.03))).judge(both)
+    assert found[both.comparisons[0]].p == pytest.approx(0.06)
+
+
+def test_a_rate_is_inside_the_grid_if_a_lower_and_a_higher_one_were_tried():
+    def tried(*rates, best):
+        searches = [made_up(f"conv@{rate:g}", 1000) | {"rate": rate} for rate in rates]
+        return Records([*searches, made_up("conv", 0) | {"rate": best}]).rate_is_inside("conv")
+
+    assert tried(1e-3, 2e-3, 4e-3, best=2e-3)
+    assert not tried(1e-3, 2e-3, 4e-3, best=4e-3) and not tried(1e-3, 2e-3, 4e-3, best=1e-3)

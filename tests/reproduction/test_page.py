@@ -6,28 +6,32 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmark.page import read_records
-from scripts.reproduction.claims import CLAIMS
-from scripts.reproduction.judging import Records
-from scripts.reproduction.page import _sides, render, write_page
+from scripts.reproduction.arms import PAIRS, recall_arm
+from scripts.reproduction.claims import CLAIMS, Claim, Comparison
+from scripts.reproduction.judging import HOLDS, NOT_RUN, Records
+from scripts.reproduction.page import _sides, counted, render, write_page
 
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
-def runs(arm, *tests, identity="known"):
+def runs(arm, *tests, identity="known", rate=1e-3, **metrics):
     """A record for each seed."""
     losses = [[10, 2.0], [20, 1.5]]
     return [
-        {"arm": arm, "seed": seed, "rate": 1e-3, "identity": identity, "losses": losses}
-        | {"metrics": {"test": test, "train": test, "test_error": 0.004}}
+        {"arm": arm, "seed": seed, "rate": rate, "identity": identity, "losses": losses}
+        | {"metrics": {"test": test, "train": test, "test_error": 0.004, "parameters": 700_000} | metrics}
         for seed, test in enumerate(tests)
     ]
 
 
 @pytest.fixture
 def records():
-    """Records with which claim 10 holds and claim 12, of earlier runs, does not."""
+    """Records with which claim 10 holds, and claim 12 would not if its runs were not earlier ones."""
     found = runs("conv-7", 0.50, 0.51, 0.52) + runs("conv-7-naive", 0.40, 0.41, 0.42)
+    for rate in (5e-4, 2e-3):
+        found += [x | {"arm": f"conv-7@{rate:g}", "rate": rate} for x in runs("conv-7", 0.4)]
     return Records(
         found + runs("conv-3", 0.4, 0.4, 0.4, identity=None) + runs("conv-3-no-global", 0.5, 0.5, 0.5, identity=None)
     )
@@ -35,40 +39,78 @@ def records():
 
 def test_the_tables_have_the_papers_numbers_beside_ours_intervals_and_verdicts(records):
     page = render(records, "images")
-    cells = "| 0.808/0.794 | 0.510/0.410 | +0.100<br>[+0.100, +0.100] |"
-    assert f"| 10. **{CLAIMS[10].says}** (Table 10) {cells} **holds** | - |" in page
-    assert f"| kernel 7 {cells} holds |" in page and "![Claim 10](images/claim-10.svg)" in page
-    assert "| -0.100 | **does not hold** † | not run |" in page and "| -0.100 | does not hold † |" in page
-    assert "6 runs are confirmed, 6 are earlier ones" in page and "0.004 accuracy" in page
-    assert page.count("**not run** |") == len(CLAIMS) - 2
+    assert f"| 10. {CLAIMS['10'].says} (Table 10) | **holds** | - |" in page
+    cells = "0.808/0.794 | 0.510/0.410 | 0.70 | 3 | +0.100<br>[+0.100, +0.100] | 1.5e-31 | holds |"
+    assert re.search(re.escape(cells).replace(re.escape("1.5e-31"), r"\S+"), page)
+    assert "![Claim 10](images/claim-10.svg)" in page and "0.004 accuracy" in page
+    assert page.count("**not confirmed** |") == len(CLAIMS) - 1
+
+
+def test_earlier_runs_decide_nothing_and_are_in_the_appendix(records):
+    page, _, appendix = render(records, "images").partition("## Appendix")
+    assert "| 12 | kernel 3 | 0.808/0.799 | 0.400/0.500 | -0.100 |" in appendix and "| 12 | kernel" not in page
+    both = Records([*records.all(), *runs("conv-3", 0.6, 0.6, 0.6), *runs("conv-3-no-global", 0.5, 0.5, 0.5)])
+    assert "## Appendix" not in render(both, "images")
+    assert both.verdict(CLAIMS["12"]) == HOLDS and records.verdict(CLAIMS["12"]) == NOT_RUN
+
+
+def test_runs_that_chose_a_learning_rate_are_not_counted_as_confirmed(records):
+    page = render(records, "images")
+    assert "6 runs are confirmed, 2 chose a learning rate, and 6 are earlier ones. Seeds: 3 of 2 arms." in page
+
+
+def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):
+    page = render(records, "images")
+    assert "of three: 1 of 2 arms" in page and "| 10 | kernel 7 ‡ |" in page
+    inside = [x | {"arm": x["arm"].replace("conv-7@", "conv-7-naive@")} for x in records.all() if "@" in x["arm"]]
+    page = render(Records([*records.all(), *inside]), "images")
+    assert "of three: 0 of 2 arms" in page and "| 10 | kernel 7 |" in page
+
+
+def test_a_control_is_beside_the_verdict_and_not_in_it():
+    found = runs("characters", 2.5, 2.5, 2.5) + runs("characters-transformer", 3.0, 3.0, 3.0)
+    page = render(Records(found + runs("characters-transformer-alibi", 2.4, 2.4, 2.4)), "images")
+    assert "(Table 4) | **holds** | 2 does not hold |" in page
+    assert page.count("| 1 | control: ") == 2
+
+
+def test_the_counts_are_those_of_the_claims_of_the_paper(records):
+    assert counted(records) == f"Of {len(CLAIMS)} claims, 1 hold and {len(CLAIMS) - 1} are not confirmed."
+
+
+def test_associative_recall_and_longer_texts_have_tables():
+    found = [x for pairs in PAIRS for x in runs(recall_arm("AFT-conv", pairs), 1 / pairs, 2 / pairs)]
+    lengths = {f"test_at_{factor}x": 2.0 + factor / 100 for factor in (1, 2, 4, 8)}
+    page = render(Records(found + runs("lengths-aft-conv", 2.0, 2.0, **lengths)), "images")
+    assert "| AFT-conv | 0.75 | 0.38 | 0.19 | 0.09 |" in page and "seeds of an arm: 2." in page
+    assert "| aft-conv | 2.010 | 2.020 | 2.040 | 2.080 | 2 |" in page
 
 
 def test_the_page_comes_again_from_its_own_records(records, tmp_path):
     page, pictures = tmp_path / "page.md", tmp_path / "images"
+    records = Records([*records.all(), *runs("recall-aft-conv-4", 0.5)])
+    pictures.mkdir()
+    (pictures / "claim-12.svg").touch()  # of earlier runs
     write_page(records, page, pictures)
     first = [page.read_bytes(), page.with_suffix(".json").read_bytes()]
-    assert {"claim-10.svg", "claim-12.svg"} <= {path.name for path in pictures.iterdir()}
+    assert {path.name for path in pictures.iterdir()} == {"claim-10.svg", "recall.svg"}
     assert len(first[1].splitlines()) == 2 + len(records.all())  # one record per line
     write_page(Records(read_records(page.with_suffix(".json"))), page, pictures)
     assert [page.read_bytes(), page.with_suffix(".json").read_bytes()] == first
 
 
-def test_the_page_in_docs_is_that_of_its_records_and_short():
-    text = (DOCS / "reproduction.md").read_text()
-    assert text == render(Records(read_records(DOCS / "reproduction.json")), "images/reproduction")
-    assert len(re.findall(r"\S*[a-zA-Z]\S*", text.replace("<br>", " "))) <= 1500
+def test_the_page_in_docs_is_that_of_its_records_and_short_and_the_readme_has_its_counts():
+    text, records = (DOCS / "reproduction.md").read_text(), Records(read_records(DOCS / "reproduction.json"))
+    assert text == render(records, "images/reproduction")
+    assert len(re.findall(r"\S*[a-zA-Z]\S*", text.replace("<br>", " "))) <= 1200
+    counts = counted(records)
+    assert counts[0].lower() + counts[1:-1] in " ".join((ROOT / "README.md").read_text().split())
+    shown = {f"claim-{claim.name}.svg" for claim in CLAIMS.values() if _sides(claim, records)}
+    assert {path.name for path in (DOCS / "images" / "reproduction").glob("claim-*")} == shown
 
 
-def test_a_picture_does_not_mix_runs_of_this_rule_with_earlier_ones(records):
-    mixed = Records([*records.all(), *runs("conv-3", 0.6, 0.6, 0.6)])  # the other arm has earlier runs only
-    for known in (records, mixed):
-        shown = _sides(CLAIMS[12], known)
-        assert {x["identity"] for runs_of_arm in shown.values() for x in runs_of_arm} == {None}
-        assert {arm for arm, _ in shown} == {"conv-3", "conv-3-no-global"}
-    assert len(_sides(CLAIMS[10], mixed)) == 2
-    trained = [run for arm in ("conv", "conv-entropy", "conv-one-position") for run in runs(arm, 0.4, 0.5, 0.6)]
-    shown = _sides(CLAIMS[15], Records([*trained, *runs("speed-one-position", 0.9, identity=None)]))
-    assert {arm: runs_of_arm[0]["identity"] for (arm, _), runs_of_arm in shown.items()} == {
-        **dict.fromkeys(("conv", "conv-entropy", "conv-one-position"), "known"),
-        "speed-one-position": None,
-    }
+def test_a_picture_shows_confirmed_runs_of_comparisons_that_are_run(records):
+    assert _sides(CLAIMS["12"], records) == {}
+    assert {arm for arm, _ in _sides(CLAIMS["10"], records)} == {"conv-7", "conv-7-naive"}
+    alone = Claim("1", "", comparisons=(Comparison("", ("conv-7", "test"), ("conv-3", "test")),))
+    assert _sides(alone, records) == {}
