@@ -584,12 +584,13 @@ def window(biases: PositionBias, key: Tensor, value: Tensor) -> Tensor:
     length, reach, hides_outside = key.shape[2], biases.reach or 0, biases.hides_outside
     size = power_of_two_from(max(reach, CHUNK_SIZE))
     chunks = count_chunks(length, size)
-    own = pad_positions(*(x.permute(1, 2, 0, 3) for x in (key, value)), chunks * size - length)  # (h, n C, B, c)
+    own = pad_positions(key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), chunks * size - length)  # (h, n C, B, c)
     beside = [pad_positions(*own, size * side, -size * side) for side in (-1, 0, 1)]
-    near = (torch.cat([x.unflatten(1, (-1, size)) for x in parts], 2) for parts in zip(*beside))  # (h, n, 3 C, B, c)
+    keys, values = (torch.cat([x.unflatten(1, (-1, size)) for x in parts], 2) for parts in zip(*beside))
     queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
     tables = biases.between(queries, queries[:, :1] + torch.arange(-size, 2 * size, device=key.device))
-    sums = block_sums(*near, tables.transpose(0, 1), masked=hides_outside)  # w is (n or 1, h, C, 3 C)
+    # (h, n, 3 C, B, c), with w (h, n or 1, C, 3 C)
+    sums = block_sums(keys, values, tables.transpose(0, 1), masked=hides_outside)
     if not hides_outside:
         totals = total(*(x.unflatten(1, (-1, size)) for x in own)).map(lambda x: x.squeeze(2))
         before = prefix_sums(totals).delayed(2)

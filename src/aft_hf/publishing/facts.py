@@ -11,11 +11,12 @@ from huggingface_hub import parse_local_safetensors_file_metadata
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.generic import flatten_dict
 
+from ..atomic_files import sha256
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
-from ..data.atomic_files import sha256
+from ..errors import explained
 from ..loading import license_terms, load
-from ..reading import explained, read_json
+from ..reading import read_json
 from .folder import PublishError
 
 
