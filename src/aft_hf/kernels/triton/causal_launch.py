@@ -259,7 +259,7 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
             totals = at.programs * (count - 1)
             sweep_backward_kernel[(totals,)](*given, *sizes, count - 1, *others, TOTALS=True, **constants)
         sweep_backward_kernel[(at.programs * count,)](*given, *sizes, count, *others, TOTALS=False, **constants)
-        constants = {name: x for name, x in at.common.items() if name != "PRECISION"}
+        constants = {name: x for name, x in at.common.items() if name != "PRECISION"} | {"num_warps": 4}
         given = *tensors, window.tensor, tiles.top, first, grad_key, grad_value, *flags
         numbers = *window.numbers, at.rows
         repair_backward_kernel[(at.programs * at.chunks,)](*given, *sizes, *numbers, *strides, **constants)
