@@ -71,7 +71,8 @@ class Records:
     def rate_is_inside(self, arm: str) -> bool:
         """Whether the learning rate of an arm is better than a lower and a higher one; an arm may have none."""
         rates = {x["rate"] for x in self.of(arm).values()} - {None}
-        tried = {x["rate"] for name, _, _ in self._of if name.startswith(f"{arm}@") for x in self.of(name).values()}
+        chosen = f"{getattr(ARMS[arm], 'rate_of', arm)}@"
+        tried = {x["rate"] for name, _, _ in self._of if name.startswith(chosen) for x in self.of(name).values()}
         return ARMS[arm].data not in RATES or all(tried and min(tried) < rate < max(tried) for rate in rates)
 
     def judge(self, claim: Claim) -> dict[Comparison, Judgement]:

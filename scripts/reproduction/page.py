@@ -72,11 +72,11 @@ APPENDIX = """
 
 def write_page(records: Records, page: Path, pictures: Path) -> None:
     """Write the page, its pictures and, in the same folder, its records."""
-    for path in pictures.glob("claim-*.svg"):
+    drawn = {pictures / f"claim-{claim.name}.svg": claim for claim in CLAIMS.values() if _sides(claim, records)}
+    for path, claim in drawn.items():
+        save(draw(claim, records), path)
+    for path in set(pictures.glob("claim-*.svg")) - drawn.keys():
         path.unlink()
-    for claim in CLAIMS.values():
-        if _sides(claim, records):
-            save(draw(claim, records), pictures / f"claim-{claim.name}.svg")
     if _recalled(records):
         save(draw_recall(records), pictures / "recall.svg")
     if records.of("widths"):
@@ -132,7 +132,7 @@ def _confirmed(records: Records) -> list[Record]:
 def _runs(records: Records) -> str:
     final, all_of = len(_confirmed(records)), [record["identity"] is not None for record in records.all()]
     arms = Counter(record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES)
-    seeds = ", ".join(f"{n} of {count} arms" for n, count in sorted(Counter(arms.values()).items()))
+    seeds = ", ".join(f"{n} ({count} arms)" for n, count in sorted(Counter(arms.values()).items()))
     others = f"{sum(all_of) - final} chose a learning rate, and {all_of.count(False)} are earlier ones"
     return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}."
 

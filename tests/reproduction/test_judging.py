@@ -134,9 +134,10 @@ def test_the_p_of_the_comparisons_of_a_claim_are_adjusted_by_holm():
 
 
 def test_a_rate_is_inside_the_grid_if_a_lower_and_a_higher_one_were_tried():
-    def tried(*rates, best):
-        searches = [made_up(f"conv@{rate:g}", 1000) | {"rate": rate} for rate in rates]
-        return Records([*searches, made_up("conv", 0) | {"rate": best}]).rate_is_inside("conv")
+    def tried(*rates, best, arm="conv", searched="conv"):
+        searches = [made_up(f"{searched}@{rate:g}", 1000) | {"rate": rate} for rate in rates]
+        return Records([*searches, made_up(arm, 0) | {"rate": best}]).rate_is_inside(arm)
 
     assert tried(1e-3, 2e-3, 4e-3, best=2e-3)
     assert not tried(1e-3, 2e-3, 4e-3, best=4e-3) and not tried(1e-3, 2e-3, 4e-3, best=1e-3)
+    assert tried(1e-3, 2e-3, 4e-3, best=2e-3, arm="recall-aft-conv-2", searched="recall-aft-conv-4")
