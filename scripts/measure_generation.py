@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from aft_hf import AFTConfig, AFTForCausalLM
-from aft_hf.data.atomic_files import write_atomic
+from aft_hf.atomic_files import write_atomic
 from scripts.benchmark.cases import fill_cache, versions
 from scripts.benchmark.page import write_records
 
