@@ -253,7 +253,7 @@ class AFTMixer(nn.Module):
                 )
             if visibility is not None:
                 raise ValueError("give either attention_mask or visibility, which describes padding as well")
-        if visibility is not None and visibility.is_packed and self.spatial_dims == 2:
+        if self.spatial_dims == 2 and visibility is not None and visibility.is_packed and not visibility.is_shard:
             raise ValueError("packed documents are sequences, and this AFTConv mixes the positions of a grid")
         if visibility is not None and (position_ids is not None or queries != keys):
             raise ValueError("a visibility needs inputs without position_ids, and one length for queries and keys")
