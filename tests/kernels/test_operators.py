@@ -592,7 +592,7 @@ SMALL = {kind: partial(causal, kind, 2, 9, 4, 2, 3) for kind in KINDS}
 SMALL |= {"rows, hidden": partial(causal, "rows", 2, 9, 4, 2, 3, hides_outside=True)}
 SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 5)), "table": partial(table, 2, 7, 4, 2)}
 SMALL |= {"table, a key per head": partial(table, 2, 6, 4, 2, key_per_head=True)}
-SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True)}
+SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True), "one feature": partial(table, 2, 6, 3, 3)}
 
 
 def small(name: str, dtype: torch.dtype = FP32) -> tuple[Problem, list[torch.Tensor], Any]:
@@ -607,14 +607,18 @@ def small(name: str, dtype: torch.dtype = FP32) -> tuple[Problem, list[torch.Ten
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    (("rows", FP32), ("rows", torch.float64), ("slopes", FP32), ("grid", FP32), ("table", FP32)),
+    (
+        *(("rows", FP32), ("rows", torch.float64), ("slopes", FP32), ("grid", FP32), ("table", FP32)),
+        *(("causal table", FP32), ("causal table", torch.float64), ("one feature", FP32)),
+    ),
     ids=str,
 )
 def test_operators_pass_the_checks_of_pytorch(name, dtype):
     problem, *_ = small(name, dtype)
-    torch.library.opcheck(OPERATORS[type(problem)].default, tuple(problem))
+    detached = [x.detach() if torch.is_tensor(x) else x for x in problem]
+    for given in (problem, [None, *detached[1:]]):
+        torch.library.opcheck(OPERATORS[type(problem)].default, tuple(given))
     if dtype == FP32 and name != "slopes":
-        detached = [x.detach() if torch.is_tensor(x) else x for x in problem]
         backward = getattr(OPS, f"{type(problem).__name__.lower()}_backward")
         torch.library.opcheck(backward.default, (torch.randn_like(detached[2]), *detached, True))
         if isinstance(problem, Causal):

@@ -129,11 +129,11 @@ def _new_factors(gradient: torch.Tensor, *factors: Any) -> tuple[torch.Tensor, .
 
 
 def portable(name: str, *arguments: Any) -> Any:
-    """Compute an operator by PyTorch operations, for what no kernel takes."""
+    """Compute an operator by PyTorch operations, for what no kernel takes: contiguous, as compiled programs expect."""
     if name == "band":
         query, key, start, length, window, starts = arguments
-        return Window(query, key, size=window).by_lag(length, start if starts is None else starts)
-    return getattr(portable_aft, name)(*arguments)
+        return Window(query, key, size=window).by_lag(length, start if starts is None else starts).contiguous()
+    return getattr(portable_aft, name)(*arguments).contiguous()
 
 
 def portable_state(*arguments: Any) -> torch.Tensor:
@@ -141,7 +141,7 @@ def portable_state(*arguments: Any) -> torch.Tensor:
     output, state = portable_aft.causal_state(*arguments)
     for x, following in zip(arguments[7:], state):
         x.copy_(following)
-    return output
+    return output.contiguous()
 
 
 def _is_for_kernels(tensors: Sequence[Any]) -> bool:
@@ -281,7 +281,7 @@ def _folded(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _unfolded(x: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
     """(1, T, h B c) as (B, T, h c)."""
-    return x.view(x.shape[1], heads, rows, x.shape[2] // (heads * rows)).permute(2, 0, 1, 3).flatten(2)
+    return x.view(x.shape[1], heads, rows, x.shape[2] // (heads * rows)).permute(2, 0, 1, 3).contiguous().flatten(2)
 
 
 def _state(*arguments: Any) -> torch.Tensor:
