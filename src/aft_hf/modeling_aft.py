@@ -760,10 +760,14 @@ def share_of_step(
     divided by their number in transformers; those of float labels are means over the batch. None: the step has only
     this batch.
     """
-    share: Any = 1.0 if targets_of_step is None else targets / targets_of_step
-    share = share.to(loss.device) if isinstance(share, Tensor) else share
-    if problem_type in ("regression", "multi_label_classification"):
-        loss = loss * share
+    is_mean = problem_type in ("regression", "multi_label_classification")
+    if entropy is None and not (is_mean and targets_of_step is not None):
+        return loss
+    # On the device of the loss, since the layers of a model may lie on several.
+    counts: Any = (targets, 1 if targets_of_step is None else targets_of_step)
+    count, of_step = (x.to(loss.device) if isinstance(x, Tensor) else x for x in counts)
+    share = 1.0 if targets_of_step is None else count / of_step
+    loss = loss * share if is_mean else loss
     weight = config.position_bias_entropy_weight
     return loss if entropy is None else loss + weight * share * entropy.to(loss.device)
 
