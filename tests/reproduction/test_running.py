@@ -181,10 +181,10 @@ def test_a_gpu_begins_with_images_to_convergence_then_texts_and_associative_reca
 @pytest.mark.slow
 def test_several_processes_run_arms_at_once_are_interrupted_and_continue(tmp_path, capsys):
     """The dry run of the command for a GPU, on a CPU with tiny models."""
-    what = ["recall", "8"]
+    what = ["10"]
     options = {"text": "generated", "images": "generated", "seeds": 1, "out": tmp_path, "smoke": True}
     options |= {"page": tmp_path / "page.md", "processes": 2, "device": "cpu"}
-    main(what, **options, minutes=0.5)
+    main(what, **options, minutes=0.05)
     first = read_records(tmp_path / "records.json")
     main(what, **options, minutes=15)
     after = read_records(tmp_path / "records.json")
@@ -193,4 +193,4 @@ def test_several_processes_run_arms_at_once_are_interrupted_and_continue(tmp_pat
     runner = Runner(tmp_path, text="generated", images="generated", smoke=True)
     assert list(runner.left(arms_of(what), 1)) == []
     main(["report"], page=tmp_path / "page.md", out=tmp_path)
-    assert "Associative recall" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page.md").read_text().startswith("# ")
