@@ -69,13 +69,16 @@ def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
 EMPTY = -1e30
 
 # exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers, and for products with them.
+# This and the next two are for float32. Exponents of float64 reach `FARTHER` times as far.
 FLOOR = -82.0
 
 # The logarithm of the smallest denominator that cannot have lost significant terms to underflow.
 LOST = -60.0
 
-# Denominators below this are not divided by.
-SMALLEST = math.exp(-70.0)
+# The logarithm of the denominator below which no number is divided by it.
+SMALLEST = -70.0
+
+FARTHER = 8.0
 
 # Where values cannot be read, biases are raised to the largest bias in their row of a table minus this.
 LARGEST_SPAN = 65.0
@@ -89,7 +92,12 @@ SMALLEST_TRIANGLE = 32
 
 def floored_exp(x: Tensor) -> Tensor:
     """exp(x), and 0 where x is below `FLOOR`."""
-    return nn.functional.threshold(x, FLOOR, -math.inf).exp()
+    return nn.functional.threshold(x, _limit(FLOOR, x), -math.inf).exp()
+
+
+def _limit(exponent: float, x: Tensor) -> float:
+    """Return an exponent for the dtype of x."""
+    return exponent * FARTHER if x.dtype == torch.float64 else exponent
 
 
 class Averages(NamedTuple):
@@ -102,7 +110,7 @@ class Averages(NamedTuple):
     def of(cls, numerator: Tensor, denominator: Tensor, maximum: Tensor | float) -> "Averages":
         """Return the averages for the sums of exp(K + w) V and exp(K + w), both divided by exp(maximum)."""
         # Smaller ones are those of queries that see no key, or are computed again: their gradients would overflow.
-        denominator = nn.functional.threshold(denominator, SMALLEST, 1.0)
+        denominator = nn.functional.threshold(denominator, math.exp(_limit(SMALLEST, denominator)), 1.0)
         return cls(numerator / denominator, maximum + denominator.log())
 
     def shifted(self, exponent: Tensor | float) -> "Averages":
@@ -144,8 +152,9 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     """Average over a block of positions for queries with biases of their own, by one product with exp(w).
 
     A query from which the large keys are hidden by -inf, or that sees them only at small biases, can lose significant
-    terms to underflow. If values can be read, the blocks with such queries are averaged by their logits. Otherwise all
-    masked blocks are, and biases without a mask are raised to the largest bias of their row minus `LARGEST_SPAN`.
+    terms to underflow. If values can be read, the blocks with such queries are computed in float64, or averaged by
+    their logits if that loses terms, too. Otherwise all masked blocks are averaged by their logits, and biases without
+    a mask are raised to the largest bias of their row minus `LARGEST_SPAN`.
 
     Args:
         key: (..., T', N, k), -inf where a position is hidden from all queries.
@@ -163,7 +172,8 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     largest = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     relative = bias - largest
     if not masked:
-        careful = _ask_now(lambda: relative.amin() < LOST if relative.numel() else relative.new_zeros(()), key, bias)
+        limit = _limit(LOST, key)
+        careful = _ask_now(lambda: relative.amin() < limit if relative.numel() else relative.new_zeros(()), key, bias)
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
     table = floored_exp(relative.clamp_min(-LARGEST_SPAN) if careful is None else relative)
@@ -173,7 +183,9 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     numerator, denominator = sums[..., :width], sums[..., width:]
     averages = Averages.of(numerator, denominator, maximum + largest.unsqueeze(-1))
     if masked or careful:
-        lost = (denominator.detach() < math.exp(LOST)) & (maximum > EMPTY) & (largest > EMPTY).unsqueeze(-1)
+        lost = (
+            (denominator.detach() < math.exp(_limit(LOST, key))) & (maximum > EMPTY) & (largest > EMPTY).unsqueeze(-1)
+        )
         blocks = lost.flatten(-3).any(-1)  # (...)
         if read(blocks.any()):  # where all that a query sees is hidden, nothing is lost
             sees = (bias > -math.inf).to(key.dtype) @ (key > -math.inf).flatten(-2).to(key.dtype)
@@ -182,7 +194,11 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
             blocks = (lost & ~nothing).flatten(-3).any(-1)
         if read(blocks.any()):
             place, shape = blocks.nonzero(as_tuple=True), (*blocks.shape, *bias.shape[-2:])
-            exact = _averages_by_logits(key[place], value[place], bias.expand(shape)[place])
+            given = key[place], value[place], bias.expand(shape)[place]
+            if key.dtype == torch.float64:
+                exact = _averages_by_logits(*given)
+            else:
+                exact = block_sums(*(x.double() for x in given), masked=masked).map(lambda x: x.to(key.dtype))
             return Averages(*(x.index_put(place, y) for x, y in zip(averages, exact)))
     return averages
 
