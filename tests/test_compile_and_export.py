@@ -69,7 +69,7 @@ def as_it_is(model):
     (("local", compiled), *((name, exported) for name in ("full", "local", "conv", "simple")), ("local", as_it_is)),
 )
 @torch.no_grad()
-def test_biases_that_a_program_clamps_are_told_once_when_it_is_made(aft_type, make, caplog):
+def test_a_warning_says_once_that_a_program_clamps_wide_position_biases(aft_type, make, caplog):
     transformers.utils.logging.warning_once.cache_clear()
     model, ids = language_model(aft_type, mixing_implementation="portable", use_cache=False), torch.zeros(1, 8).long()
     assert not model.aft.layers[0].mixer.is_wide

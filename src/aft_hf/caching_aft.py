@@ -174,12 +174,13 @@ class AFTLayerState(CacheLayerMixin):
             context = mix(problem, implementation)
         else:
             rows, pieces = (self.seen if self.padded else self.seen[:1])[:, None], []
+            visible: Tensor | None = None  # a single token sees all
             for start in range(0, problem.length, PIECE_SIZE):
                 end = past + min(start + PIECE_SIZE, problem.length)
                 positions = torch.arange(-past, end - past, device=key.device)
                 bias = biases.between(rows + positions[past + start :], rows + positions).to(key.dtype)
-                one = problem.length == 1  # which sees all
-                visible = None if one else (positions[past + start :, None] >= positions)[None, None]
+                if problem.length > 1:
+                    visible = (positions[past + start :, None] >= positions)[None, None]
                 pieces.append(pairwise(keys[:, :, :end], values[:, :, :end], bias, visible))
             context = finish(problem.query, torch.cat(pieces, 2), problem.value.dtype)
         if count is not None:  # the real tokens of each row move to its end

@@ -104,7 +104,7 @@ class AFTMixer(nn.Module):
 
     def train(self, mode: bool = True) -> "AFTMixer":
         super().train(mode)
-        # A loaded or trained model comes here, where values are at hand, before it is exported, compiled or moved.
+        # Loading a model and `eval` call this function, while values can be read: not so in an exported program.
         parameter = next(self.parameters(recurse=False), None)
         plain = type(parameter) is nn.Parameter and parameter.device.type != "meta"
         self.is_wide = not mode and plain and self.spans(LARGEST_SPAN)

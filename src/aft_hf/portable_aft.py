@@ -69,13 +69,13 @@ def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
 EMPTY = -1e30
 
 # exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers, and for products with them.
-# This and the next two are for float32. Exponents of float64 reach `FARTHER` times as far.
+# This and the next two limits are for float32; those of float64 are `FARTHER` times as large.
 FLOOR = -82.0
 
 # The logarithm of the smallest denominator that cannot have lost significant terms to underflow.
 LOST = -60.0
 
-# The logarithm of the denominator below which no number is divided by it.
+# The logarithm of the smallest denominator by which sums are divided.
 SMALLEST = -70.0
 
 FARTHER = 8.0
