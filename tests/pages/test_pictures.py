@@ -50,6 +50,21 @@ def test_the_picture_of_the_demo_shows_the_whole_page_in_full_color():
     assert len(image.getcolors(2**24)) > 2000 and image.height > image.width
 
 
+def test_the_times_of_the_gpu_page_and_the_readme_are_those_of_the_records():
+    text, records = ((ROOT / "docs" / f"gpu.{end}").read_text(encoding="utf-8") for end in ("md", "json"))
+    measured = [each for each in json.loads(records) if "attention" in each.get("ms", {})]
+    assert len(measured) == 13
+    for each in measured:
+        kernels, attention, limit = (each["ms"].get(name, "") for name in ("kernels", "attention", "limit"))
+        cells = each["model"], each["task"], kernels, attention, f"{attention / kernels:.2f}", limit
+        assert f"| {' | '.join(map(str, cells))}".rstrip() in text
+    speeds = " / ".join(f"{each['ms']['attention'] / each['ms']['kernels']:.2f}" for each in measured[:3])
+    memory = measured[0]["MiB"]
+    row = f"| GPU: the same | {speeds} x the speed, {memory['kernels'] / memory['attention']:.2f} x the memory |"
+    assert row in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"{memory[name] / 1024:.1f} GiB" in text for name in ("kernels", "attention", "portable"))
+
+
 def test_the_speeds_of_the_readme_are_those_of_the_records_and_of_the_page():
     records = {each["case"]: each for each in json.loads((ROOT / "docs" / "benchmark.json").read_text())}
     cases = [records[f"table: AFT-local-32, {n} tokens, training, fp32"] for n in ("1,024", "4,096", "16,384")]
