@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[2]
 def commands(target: str) -> str:
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    done = subprocess.run(["make", "--no-print-directory", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "--always-make", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
