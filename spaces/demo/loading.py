@@ -18,7 +18,7 @@ from transformers import (
 import aft_hf
 from aft_hf import loading as safely
 from aft_hf.data.pixel_sequences import START_TOKEN
-from aft_hf.errors import UnreadableError, explained, first_line
+from aft_hf.errors import UnreadableError, described, explained
 from aft_hf.reading import parse_header, read_text
 
 
@@ -55,7 +55,7 @@ def kind_of(source: str) -> str:
     try:
         config = safely.load(AutoConfig, source)
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{source}: {first_line(error)}") from error
+        raise Unavailable(f"{source}: {described(error)}") from error
     names = config.architectures or []
     if "AFTForImageClassification" in names:
         return IMAGE
@@ -77,7 +77,7 @@ def load(source: str) -> Loaded:
         processor = safely.load(companion, source) if companion else None
         model = safely.load(auto, source, dtype="float32").eval()
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{source}: {first_line(error)}") from error
+        raise Unavailable(f"{source}: {described(error)}") from error
     if kind == IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
         raise Unavailable(f"{source} is a {type(model).__name__}, not an AFT.")
     return Loaded(source, model, processor, describe(source, model))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from .errors import first_line
+from .errors import described
 
 
 UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being written
@@ -69,7 +69,7 @@ def move_into(directory: Path, otherwise: str = "the files in it are unchanged")
             for file, target in moves.items():
                 os.replace(file, target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise OSError(f"cannot write to {directory} ({first_line(error)}); {otherwise}") from error
+        raise OSError(f"cannot write to {directory} ({described(error)}); {otherwise}") from error
 
 
 @contextmanager

@@ -126,15 +126,14 @@ def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool
     return step
 
 
-def seconds_in_turns(calls: Mapping[Any, Call], turns: int, warmup: int = 2) -> dict[Any, list[float]]:
+def seconds_in_turns(calls: Mapping[Any, Call], turns: int) -> dict[Any, list[float]]:
     """Time calls that take turns (A B A B ...), so that other load on the machine affects all of them.
 
-    Each call is made `warmup` times before it is timed, but only once if it takes longer than `LONG_CALL`. Returns the
-    seconds of each timed call by the key of the call.
+    Each call is made twice before it is timed, but only once if it takes longer than `LONG_CALL`. Returns the seconds
+    of each timed call by the key of the call.
     """
-    first = {name: _seconds(call) for name, call in calls.items()}
-    for _ in range(warmup - 1):
-        first |= {name: _seconds(call) for name, call in calls.items() if first[name] <= LONG_CALL}
+    for call in [call for call in calls.values() if _seconds(call) <= LONG_CALL]:
+        call()
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(turns)]
     return {name: [each[name] for each in rounds] for name in calls}
 

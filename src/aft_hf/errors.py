@@ -90,11 +90,6 @@ def complete_message(text: str) -> PydanticCustomError:
     return PydanticCustomError(COMPLETE, "{text}", {"text": text})
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, shortened; the name of its class if it has no message."""
-    return shortened((message_of(error) or type(error).__name__).splitlines()[0])
-
-
 def described(error: BaseException) -> str:
     """An error's message in one line, shortened. The name of the class is added if the message alone says little, as
     in KeyError: 'shape'.

@@ -38,13 +38,9 @@ def train_command(
 
 
 # Options of `finetune_command`, by the panel of its help.
-in_model, in_data, in_training = (
-    partial(typer.Option, rich_help_panel=name) for name in ("Model", "Data", "Training")
+in_model, in_data, in_training, in_distillation = (
+    partial(typer.Option, rich_help_panel=name) for name in ("Model", "Data", "Training", "Distillation")
 )
-in_distillation = partial(typer.Option, rich_help_panel="Distillation")
-# Options of `TrainingArguments` that the help lists.
-LISTED = ["output_dir", "do_train", "do_eval", "num_train_epochs", "max_steps", "learning_rate"]
-LISTED += ["per_device_train_batch_size", "resume_from_checkpoint"]
 
 
 def finetune_command(
@@ -67,16 +63,6 @@ def finetune_command(
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
     augmentation: Annotated[str, in_data(help="none, shift, crop or resized_crop.")] = "none",
-    output_dir: Annotated[str | None, in_training(help="Output directory. Default: trainer_output.")] = None,
-    do_train: Annotated[bool, in_training("--do-train", help="Train.")] = False,
-    do_eval: Annotated[bool, in_training("--do-eval", help="Evaluate at the end.")] = False,
-    num_train_epochs: Annotated[float | None, in_training(help="Length in epochs. Default: 3.")] = None,
-    max_steps: Annotated[int | None, in_training(help="Length in steps, in place of epochs.")] = None,
-    learning_rate: Annotated[float | None, in_training(help="Maximum learning rate. Default: 5e-5.")] = None,
-    per_device_train_batch_size: Annotated[
-        int | None, in_training(help="Batch size of a process. Default: 8.")
-    ] = None,
-    resume_from_checkpoint: Annotated[str | None, in_training(help="A checkpoint; true: the newest one.")] = None,
     position_bias_scale: Annotated[
         float, in_training(help="Factor on the learning rate of position biases; 1 after a conversion.")
     ] = 1.0,
@@ -87,16 +73,14 @@ def finetune_command(
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 
-    All other options of TrainingArguments of transformers work, too, such as --weight-decay or --bf16.
+    All options of TrainingArguments of transformers work, too: --do-train,
+    --do-eval, --output-dir (default: trainer_output), --num-train-epochs (3),
+    --max-steps, --learning-rate (5e-5), --per-device-train-batch-size (8),
+    --resume-from-checkpoint (a checkpoint; true: the newest), --bf16 ...
     """
     from ..tuning.fine_tuning import finetune, parse_arguments
 
-    words, options = list(context.args), dict(context.params)
-    for name in LISTED:
-        value = options.pop(name)
-        if value is not None and value is not False:
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return finetune(SimpleNamespace(**options), parse_arguments(words))
+    return finetune(SimpleNamespace(**context.params), parse_arguments(context.args))
 
 
 # Options of `evaluate_command`, by the panel of its help.

@@ -33,14 +33,7 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
 
 
 class ImagesOnDisk(Sequence[Image.Image]):
-    """Sequence of the images of a path in RGB; each image is opened when it is accessed.
-
-    Args:
-        path: as for `read_images`.
-
-    Raises:
-        ValueError: there are no images, or an image cannot be read when it is accessed.
-    """
+    """Sequence of the images of a path, as for `read_images`, in RGB; each is opened when it is accessed."""
 
     def __init__(self, path: str | Path):
         self.path = path

@@ -62,10 +62,6 @@ class ConversionReport(Document):
         """Return the records with a given status."""
         return [record for record in self.tensors if record.status == status]
 
-    def for_config(self) -> dict[str, Any]:
-        """Return what the config of the model keeps, so that it follows the model through any later training."""
-        return self.model_dump(mode="json", include={"source", "options"})
-
     def check(self, source: Iterable[str], target: Collection[str]) -> None:
         """Raise a ConversionError unless the report lists all tensors of the source, and those of the target once."""
         listed = Counter(record.target for record in self.tensors if record.target is not None)

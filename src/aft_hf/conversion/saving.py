@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
 from ..data.image_size import processor_for
-from ..errors import explained, first_line
+from ..errors import described, explained
 from ..loading import load, read_license
 from ..modeling_aft import AFTForImageClassification
 from ..reading import read_json
@@ -106,7 +106,8 @@ def _convert(
     terms = read_license(source.name)
     if "license" in terms and (terms["license"] != "other" or "://" in terms.get("license_link", "")):
         report.options["source_license"] = terms
-    model.config.conversion = report.for_config()
+    # The config keeps these, so that they follow the model through any later training.
+    model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
     return model, processor_for(source.image_processor, pair(model.config.image_size)), report
 
 
@@ -144,7 +145,7 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except OSError as error:
-        raise OSError(f"cannot write to {directory} ({first_line(error)})") from error
+        raise OSError(f"cannot write to {directory} ({described(error)})") from error
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE as BITS_PER_SAMPLE
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
-from ..errors import first_line, shortened
+from ..errors import described, shortened
 
 
 # Pillow opens forty more formats. Some of them start other programs (EPS: Ghostscript), the others are hardly tested.
@@ -65,7 +65,7 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: cannot be read as an image; give one of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoding an arbitrary file can raise any exception
-        raise ImageError(f"{name}: cannot be read as an image ({first_line(error)})") from error
+        raise ImageError(f"{name}: cannot be read as an image ({described(error)})") from error
 
 
 def check_file(path: str | Path, name: str | None = None) -> Path:

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
-from ..errors import first_line
+from ..errors import described
 from ..loading import read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
@@ -128,7 +128,7 @@ def card_problems(text: str, directory: Path) -> list[str]:
         card = ModelCard(text)
         data = card.data.to_dict()
     except Exception as error:  # the YAML parser and the card classes can raise any exception
-        return [f"the metadata cannot be read ({first_line(error)})"]
+        return [f"the metadata cannot be read ({described(error)})"]
     required = [name for name in REQUIRED if name != "license" or NO_LICENSE not in text]
     problems = [f"the metadata lacks {name}" for name in required if not data.get(name)]
     for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):

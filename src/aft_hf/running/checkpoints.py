@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
 from ..atomic_files import UNFINISHED, sha256, unfinished
-from ..errors import UnreadableError, first_line, shortened
+from ..errors import UnreadableError, described, shortened
 from ..reading import Document, FileName, parse_json
 from .safe_loading import UnsafeCheckpointError, cause_of, data_only
 
@@ -110,7 +110,7 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             last = next(iter(self.steps()), None)
             kept = "there is no earlier checkpoint" if last is None else f"the last complete checkpoint is {last[1]}"
-            reason = first_line(cause_of(error))
+            reason = described(cause_of(error))
             raise OSError(
                 f"cannot write the checkpoint of step {step} to {self.directory} ({reason}); {kept}"
             ) from error
@@ -145,7 +145,7 @@ class Checkpoints:
         except UnsafeCheckpointError:
             raise
         except (Exception, CheckpointException) as error:
-            reason = first_line(cause_of(error))
+            reason = described(cause_of(error))
             raise ValueError(f"{path} does not fit the model or the number of processes: {reason}") from error
 
     def set_aside(self, step: int) -> None:

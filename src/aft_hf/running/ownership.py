@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from ..atomic_files import write_atomic
-from ..errors import UnreadableError, first_line, shortened
+from ..errors import UnreadableError, described, shortened
 from ..reading import read_text
 
 
@@ -82,5 +82,5 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
             owner = shortened(read_text(directory / OWNER)) or owner
         return f"{directory} is in use by {owner}: wait, or give another output directory"
     except OSError as error:
-        return f"cannot write to {directory} ({first_line(error)})"
+        return f"cannot write to {directory} ({described(error)})"
     return None

@@ -40,7 +40,7 @@ from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts, token_ids
-from ..errors import explained, first_line
+from ..errors import described, explained
 from ..limits import limited
 from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
@@ -150,8 +150,7 @@ def evaluate_classifier(
     else:
         logger.warning(f"classes are matched by number: the data has {listed(given)}, the model {listed(names)}")
         numbers = class_numbers(dataset, label_column, given if are_names(given) else by_number(given, len(names)))
-    columns = {"image_column": image_column, "label_column": label_column}
-    pipeline = ImagePipeline(processor, numbers=numbers, **columns)
+    pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
     options = {}
     if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
         options["interpolate_pos_encoding"] = True
@@ -172,7 +171,7 @@ def _adapted(model: PreTrainedModel, image_size: tuple[int, int], **options: boo
     try:
         adapt_to_image_size(adapted, image_size, **options)
     except ValueError as error:
-        logger.warning(f"the model is not adapted to images of {image_size} pixels: {first_line(error)}")
+        logger.warning(f"the model is not adapted to images of {image_size} pixels: {described(error)}")
         return model
     return adapted
 
