@@ -225,8 +225,8 @@ RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of a key an
 value followed? Share of right answers of two layers of width 64 after 400 steps; seeds of an arm: {seeds}. The
 learning rate is chosen at 4 pairs."""
 WIDTHS = """**Time by width** (Table 1): forward, one sequence of 1,024 tokens on a CPU. The operation of AFT grows
-with d; that of linear attention with d² with one head, and with d with heads of 64. The projections of either layer
-grow with d² and take most of the time."""
+with d; that of linear attention with d² with one head, and with d with heads of 64. The projections, which both layers
+have, grow with d²."""
 LENGTHS = """**Longer texts than in training** (as in ALiBi, arXiv 2108.12409): bits per character of four layers
 after 600 steps at T = 64, mean over seeds."""
 LATER = "**Later layers** of equal depth and width on characters, by the rule above:"
@@ -300,6 +300,7 @@ def draw_widths(records: Records) -> "Figure":
     axis.set(xscale="log", yscale="log", xlabel="width d", ylabel="seconds")
     axis.set_xticks(arm.widths, map(str, arm.widths))
     axis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=6)
     return figure
