@@ -194,10 +194,10 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
         value = values[parameter.name]
         if isinstance(value, torch.Tensor):
             given.append((parameter.name, TYPES[value.dtype], None, True))
-        elif parameter.is_constexpr or value is None or value == 1:
+        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
             given.append((parameter.name, "constexpr", value, False))
         else:
-            given.append((parameter.name, "i32", None, value % 16 == 0))
+            given.append((parameter.name, "i32", None, value % 16 == 0 and not parameter.do_not_specialize))
     return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps, limit, stages)
 
 

@@ -97,6 +97,22 @@ for name in ("local", "alibi"):
     assert found.stdout.split() == ["2", "1"], found.stderr  # of `local`, one makes w
 
 
+@pytest.mark.slow
+def test_texts_of_many_lengths_need_the_same_variants_of_the_kernels():
+    program = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+from scripts import compile_kernels
+def variants(length):
+    compile_kernels.LENGTH = length
+    texts = [x for name, x in compile_kernels.problems() if x.causal and x.biases.reach is not None]
+    return {variant for text in texts for variant in compile_kernels.launched(text)}
+assert variants(4096) == variants(4004)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+
+
 def test_rows_have_names_of_their_own_and_the_first_ones_are_of_every_kind():
     named = [Case("gpu", model, task, True, batch) for model, task, batch in ON_GPUS]
     assert len({case.name for case in named}) == len(named)

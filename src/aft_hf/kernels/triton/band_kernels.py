@@ -3,7 +3,7 @@
 A program computes a tile of C tokens by the near chunks of keys. `causal_launch.py` launches these kernels.
 """
 
-from .device import tl, triton
+from .device import kernel, tl, triton
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _at(t, lag, length, size, head, HEADS: tl.constexpr):
     return (t * HEADS + head) * size + (size - 1 - lag), (t >= 0) & (t < length) & (lag >= 0) & (lag < size)
 
 
-@triton.jit
+@kernel
 def band_kernel(
     u_ptr, v_ptr, w_ptr, starts_ptr, start, length, P, F, size, N,
     HEADS: tl.constexpr, NEAR: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,
@@ -40,7 +40,7 @@ def band_kernel(
         tl.store(w_ptr + place, product, exists)
 
 
-@triton.jit
+@kernel
 def band_backward_kernel(
     g_ptr, x_ptr, to_ptr, start, length, P, F, size, N,
     HEADS: tl.constexpr, NEAR: tl.constexpr, OF_KEYS: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,

@@ -14,11 +14,9 @@ denominator is then less than `SMALLEST` may have lost terms, and a hidden NaN r
 `product_launch.py` launches these kernels and explains their sizes.
 """
 
-import triton
-import triton.language as tl
+from .device import EMPTY, kernel, tl, triton
 
 
-EMPTY = tl.constexpr(-1e30)  # the maximum of an empty set: finite, so that the difference of two of them is 0, not NaN
 SMALLEST = tl.constexpr(1e-26)  # terms that underflow (below 1e-38) are negligible in larger denominators
 ROWS = tl.constexpr(64)  # positions per program that stores operands, and per sum for positions outside the kernel
 CAREFUL = tl.constexpr(16)  # positions that are computed pair by pair at once
@@ -156,7 +154,7 @@ def transpose_kernel(
         tl.store(to_d_ptr + to, tl.load(d_ptr + place, inside), inside)
 
 
-@triton.jit
+@kernel
 def reference_kernel(
     k_ptr, v_ptr, m_ptr, center_ptr, T, D, KD, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, COUNT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr,
@@ -197,7 +195,7 @@ def _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR: tl.constexpr, U
         tl.store(sum_ptr + (head * (TP // ROWS) + n).to(tl.int64) * J + column, tl.sum(x, 0))
 
 
-@triton.jit
+@kernel
 def key_operand_kernel(
     x_ptr, sum_ptr, k_ptr, v_ptr, m_ptr, center_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
@@ -216,7 +214,7 @@ def key_operand_kernel(
     _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR, UNITS, WIDTH)
 
 
-@triton.jit
+@kernel
 def query_operand_kernel(
     z_ptr, sum_ptr, g_ptr, q_ptr, c_ptr, l_ptr, center_ptr, flag_ptr, dq_ptr, B, T, TP, D, KD, J,
     vb, vt, vf, kb, kt, kf,
@@ -306,7 +304,7 @@ def _product(
     return acc
 
 
-@triton.jit
+@kernel
 def average_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, sum_ptr, y_ptr, c_ptr, l_ptr,
     B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
@@ -396,7 +394,7 @@ def _add_pairwise(
                     KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
 
 
-@triton.jit
+@kernel
 def key_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr,
     sum_ptr, flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
