@@ -24,8 +24,8 @@ def band_kernel(
     u_ptr, v_ptr, w_ptr, starts_ptr, start, length, P, F, size, N,
     HEADS: tl.constexpr, NEAR: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    pid, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    n, head, i = pid % N, (pid // N).to(tl.int64), tl.arange(0, C)
+    pid, i = tl.program_id(0), tl.arange(0, C)
+    n, head, row = pid % N, (pid // N % HEADS).to(tl.int64), (pid // N // HEADS).to(tl.int64)
     w_ptr += row * length * HEADS * size
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
