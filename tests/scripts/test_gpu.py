@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import aft_hf
 from aft_hf import mixing_aft
 from aft_hf.kernels import operators as schema
 from aft_hf.kernels.triton import operators
@@ -78,6 +80,16 @@ def test_limits_of_time_end_each_part(tiny, monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, *arguments) == 1  # the tests did not end
     printed = capsys.readouterr().out
     assert "did not end" in printed and "no time for" in printed and " ms (now" not in printed
+
+
+def test_versions_are_known_where_the_package_is_not_installed(monkeypatch):
+    def version(name):
+        if name == "aft-hf":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(cases, "version", version)
+    assert cases.versions()["aft-hf"] == aft_hf.__version__
 
 
 def test_without_a_gpu_the_command_says_so(monkeypatch, tmp_path, capsys):
