@@ -1,8 +1,10 @@
 """Dry run of `make gpu` on a CPU: tiny problems by interpreted kernels."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from scripts import gpu, tune_kernels
 from scripts.benchmark import cases
 from scripts.benchmark.cases import ON_GPUS, Case
 from scripts.benchmark.models import Images, Text
+from scripts.gpu import in_process
 
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +53,7 @@ def tiny(monkeypatch, tmp_path):
     test.write_text("def test_nothing():\n    pass\n")
     monkeypatch.setattr(gpu, "TESTS", [str(test), "--rootdir", str(tmp_path), "-c", "/dev/null"])
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, seconds: function(*arguments) is None)
     yield rows
     library._destroy()
     schema.KEEPING.discard("cpu")
@@ -80,6 +84,23 @@ def test_limits_of_time_end_each_part(tiny, monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, *arguments) == 1  # the tests did not end
     printed = capsys.readouterr().out
     assert "did not end" in printed and "no time for" in printed and " ms (now" not in printed
+
+
+def test_a_row_that_fails_or_does_not_end_is_left_out(tiny, monkeypatch, tmp_path, capsys):
+    tried = []
+    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, seconds: tried.append(arguments[1]))
+    gpu.measure_all(tmp_path / "benchmark.json", tiny, None, 60, 1)
+    assert tried == [tiny, tiny[1:]]
+    assert capsys.readouterr().out.splitlines() == [f"{case.name}: failed" for case in tiny]
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_or_does_not_end_is_killed():
+    assert in_process(os.getpid, seconds=200)
+    assert not in_process(os._exit, 3, seconds=200)
+    started = time.monotonic()
+    assert not in_process(time.sleep, 600, seconds=1)
+    assert time.monotonic() - started < 60
 
 
 def test_versions_are_known_where_the_package_is_not_installed(monkeypatch):
