@@ -321,10 +321,10 @@ def repair_kernel(
             largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
             if DOCUMENTS or ALONE:
                 largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
+                tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
             log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
             tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
-            tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
