@@ -175,6 +175,11 @@ def _causal(problem: Mixing) -> None:
     causal_launch.causal(*arguments, keep=False)
     kept = causal_launch.causal(*arguments, keep=True)[1:]
     causal_launch.causal_backward(problem.value, *arguments, *kept, given[3] is not None)
+    if isinstance(biases, Window):
+        of_band = biases.query.to(problem.value.dtype), biases.key.to(problem.value.dtype), 0, length, biases.size
+        causal_launch.band_backward(causal_launch.band(*of_band, None), *of_band, None)
+        rows = torch.empty(BATCH, dtype=torch.int64, device="meta")
+        causal_launch.band(*of_band[:3], 1, biases.size, rows)
     if problem.visibility is None:
         layer = AFTLayerState(biases.reach)
         layer.lazy_initialization(*(x.float() for x in problem.by_head()))
@@ -194,10 +199,10 @@ def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:
         value = values[parameter.name]
         if isinstance(value, torch.Tensor):
             given.append((parameter.name, TYPES[value.dtype], None, True))
-        elif parameter.is_constexpr or value is None or value == 1:
+        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
             given.append((parameter.name, "constexpr", value, False))
         else:
-            given.append((parameter.name, "i32", None, value % 16 == 0))
+            given.append((parameter.name, "i32", None, value % 16 == 0 and not parameter.do_not_specialize))
     return Variant(kernel.fn.__module__, kernel.__name__, tuple(given), warps, limit, stages)
 
 

@@ -12,11 +12,14 @@ import argparse
 import fnmatch
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +36,63 @@ TESTS = [*map(str, sorted(Path("tests/kernels").glob("test_triton*.py"))), "test
 ON_GPU = torch.cuda.is_available()
 SIZES = (32, 2048, 768)  # of the problem that is tuned
 WORKERS = 10  # processes that test
+REPORTING, LAST_ROW = 15, 60  # seconds for the report of tests that are interrupted, and for the last row
 
 
 def test(log: Path, seconds: float) -> bool:
     """Run the tests of the kernels in parallel; print the last lines, and return whether all passed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *TESTS]
     if find_spec("xdist"):
         command += ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--dist", "worksteal"]
     with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
         try:
-            code = subprocess.run(command, stdout=file, stderr=file, timeout=seconds).returncode
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = 1
+            process.send_signal(signal.SIGINT)  # prints the failures so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(REPORTING)
             print(f"the tests did not end within {seconds:.0f} s", file=file)
+        finally:
+            _end_group(process.pid)  # also the workers, which would disturb what is measured next
     print(*log.read_text().splitlines()[-12:], sep="\n", flush=True)
     return code == 0
 
 
-def use_best_options(file: Path, seconds: float, jobs: int) -> None:
-    """Tune the kernels, save the options that are faster by more than 2 %, and use them in this process."""
+def in_process(function: Callable[..., None], *arguments: Any, seconds: float) -> bool:
+    """Run a function in a process of its own, and return whether it ended in time and without an error.
+
+    An error of a kernel on a GPU makes all later calls of its process fail, and a kernel may not end.
+    """
+    process = get_context("spawn").Process(target=_leading, args=(function, *arguments))
+    process.start()
+    try:
+        process.join(seconds)
+    finally:
+        _end_group(process.pid)
+        process.kill()  # if it has no group yet
+    process.join()
+    return process.exitcode == 0
+
+
+def _leading(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a new group of processes."""
+    os.setsid()
+    function(*arguments)
+
+
+def _end_group(leader: int | None) -> None:
+    """Kill the processes of a group that still run."""
+    assert leader is not None
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def find_best_options(file: Path, seconds: float, jobs: int) -> None:
+    """Tune the kernels, and save the options that are faster by more than 2 %."""
     best: dict[str, dict[str, Any]] = {}
+    file.unlink(missing_ok=True)
     for kernel, entry, options, milliseconds, now in tune("", SIZES, jobs, seconds):
         print(f"{kernel} {entry} {milliseconds:.3f} ms (now {now:.3f}) {options}", flush=True)
         if milliseconds < 0.98 * now:
@@ -60,13 +100,34 @@ def use_best_options(file: Path, seconds: float, jobs: int) -> None:
             file.write_text(json.dumps(best, indent=1) + "\n")
 
 
-def measure(file: Path, cases: list[Case], seconds: float, turns: int) -> None:
-    """Measure the cases that have no record yet, and begin none after some seconds."""
+def remaining(file: Path, cases: list[Case]) -> list[Case]:
+    """The cases that have no record yet."""
+    records = {record["case"]: record for record in read_records(file)}
+    return [case for case in cases if not case.key().items() <= records.get(case.name, {}).items()]
+
+
+def measure_all(file: Path, cases: list[Case], options: Path | None, seconds: float, turns: int) -> None:
+    """Measure the cases that have no record yet, and leave out those that fail or do not end."""
     end = time.monotonic() + seconds
+    cases = remaining(file, cases)
+    while cases and not in_process(
+        measure, file, cases, options, end - time.monotonic(), turns, seconds=end - time.monotonic() + LAST_ROW
+    ):
+        cases = remaining(file, cases)
+        if time.monotonic() > end:
+            break
+        print(*[f"{case.name}: failed" for case in cases[:1]], sep="\n", flush=True)
+        cases = cases[1:]
+
+
+def measure(file: Path, cases: list[Case], options: Path | None, seconds: float, turns: int) -> None:
+    """Measure cases with the saved options, and begin none after some seconds."""
+    end = time.monotonic() + seconds
+    if options is not None and options.exists():
+        for kernel, entries in json.loads(options.read_text()).items():
+            OPTIONS[kernel] |= entries
     records = {record["case"]: record for record in read_records(file)}
     for case in cases:
-        if case.key().items() <= records.get(case.name, {}).items():
-            continue
         if time.monotonic() > end:
             print(f"no time for {case.name} and what follows it", flush=True)
             break
@@ -94,16 +155,17 @@ def main() -> int:
     if not (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"):
         print("scripts.gpu: PyTorch finds no GPU", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the other processes too
     arguments.out.mkdir(parents=True, exist_ok=True)
     passed = arguments.tests == 0 or test(arguments.out / "tests.log", arguments.tests)
-    if arguments.tuning:
-        try:
-            use_best_options(arguments.out / "options.json", arguments.tuning, arguments.jobs)
-        except BrokenProcessPool as error:  # a compiler that crashes; the rows matter more
-            print(f"tuning ended: {error}", flush=True)
+    options = arguments.out / "options.json" if arguments.tuning else None
+    if options is not None and not in_process(
+        find_best_options, options, arguments.tuning, arguments.jobs, seconds=2 * arguments.tuning
+    ):
+        print("tuning ended early", flush=True)
     cases = [case for case in all_cases() if fnmatch.fnmatchcase(case.name, arguments.only)]
     if arguments.rows:
-        measure(arguments.out / "benchmark.json", cases, arguments.rows, arguments.turns)
+        measure_all(arguments.out / "benchmark.json", cases, options, arguments.rows, arguments.turns)
     return 0 if passed else 1
 
 

@@ -103,11 +103,13 @@ def tune(
     only: str, sizes: tuple[int, int, int], jobs: int, seconds: float = float("inf")
 ) -> Iterator[tuple[str, str, Candidate, float, float]]:
     """Yield each kernel, the name of its entry, its best options, and their milliseconds and the present ones'."""
-    end, few = time.monotonic() + seconds, (2, 256, sizes[2])
+    end = time.monotonic() + seconds
     wanted = [(kernel, dtype) for dtype in ("bfloat16", "float32") for kernel in KERNELS if only in kernel]
     with ProcessPoolExecutor(max(jobs, 1), mp_context=get_context("spawn")) as pool:
+        # With these sizes, since segments of rows and grids with distant pairs have variants of their own
         compiled = {
-            each: [pool.submit(milliseconds, *each, x, few, 0) for x in KERNELS[each[0]][0] if jobs] for each in wanted
+            each: [pool.submit(milliseconds, *each, x, sizes, 0) for x in KERNELS[each[0]][0] if jobs]
+            for each in wanted
         }
         for kernel, dtype in wanted:
             for x in compiled[kernel, dtype]:

@@ -195,6 +195,6 @@ def versions() -> dict[str, str]:
     package = Path(aft_hf.__file__).parent
     files = sorted([*package.glob("*_aft.py"), *package.glob("kernels/**/*.*")])
     code = b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h"))
-    found = {name: version(name) for name in ("aft-hf", "torch", "transformers")}
+    found = {"aft-hf": aft_hf.__version__} | {name: version(name) for name in ("torch", "transformers")}
     kernels = os.environ.get("AFT_HF_KERNELS") or next(iter(runnable_variants()), "none")
     return found | {"code": hashlib.sha256(code).hexdigest()[:8], "kernels": kernels}

@@ -6,6 +6,7 @@ small, and each covers a branch of the kernels.
 
 import copy
 import logging
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import Mock
 
@@ -312,6 +313,50 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
     assert (name, FP32, arguments[0].device) in operators.FAILED
     operators.FAILED.clear()
     assert sum("do not work on" in x.message for x in caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ("causal", "grid", "table"))
+def test_kernels_run_on_the_device_of_their_tensors(name, monkeypatch):
+    """Triton launches on the current device, which in a model on several GPUs is another one."""
+    current, outside, launch = [], [], type(causal_launch.walk_kernel).__getitem__
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    def recorded(kernel, programs):
+        outside.extend([] if current else [kernel])
+        return launch(kernel, programs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(type(causal_launch.walk_kernel), "__getitem__", recorded)
+    inputs = [x.requires_grad_() if torch.is_tensor(x) else x for x in of_operator(name)]
+    getattr(torch.ops.aft_hf_v2, name)(*inputs).sum().backward()
+    assert not outside
+
+
+def test_programs_of_large_batches_fit_the_axes_of_a_gpu(monkeypatch):
+    """A GPU allows 2^31 - 1 programs on the first axis, and 65,535 on others."""
+    found = []
+
+    def recorded(kernel, programs):
+        found.append(programs)
+        return lambda *arguments, **options: None
+
+    monkeypatch.setattr(type(causal_launch.walk_kernel), "__getitem__", recorded)
+    shapes = {"table": (1, 9, 9), "grid": (384, 3, 3)}  # keys per feature; a head per feature
+    for name, others in (("table", (False,)), ("grid", (3, 3, False))):
+        with torch.device("meta"):
+            value, bias = torch.empty(70_000, 9, 384), torch.empty(shapes[name])
+        output, *kept = getattr(product_launch, name)(value, value, value, bias, *others, True)
+        backward = getattr(product_launch, f"{name}_backward")
+        backward(output, value, value, value, bias, *others, *kept, True)
+    with torch.device("meta"):
+        factors, starts = torch.empty(1, 9, 4), torch.empty(70_000, dtype=torch.int64)
+    causal_launch.band(factors, factors, 0, 1, 3, starts)
+    assert max(max(programs[1:], default=1) for programs in found) <= 65_535
 
 
 # -------------------------------------------------------------------------------------------------- memory they touch

@@ -1,8 +1,11 @@
 """Dry run of `make gpu` on a CPU: tiny problems by interpreted kernels."""
 
 import json
+import os
 import subprocess
 import sys
+import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import aft_hf
 from aft_hf import mixing_aft
 from aft_hf.kernels import operators as schema
 from aft_hf.kernels.triton import operators
@@ -19,6 +23,7 @@ from scripts import gpu, tune_kernels
 from scripts.benchmark import cases
 from scripts.benchmark.cases import ON_GPUS, Case
 from scripts.benchmark.models import Images, Text
+from scripts.gpu import in_process
 
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +53,7 @@ def tiny(monkeypatch, tmp_path):
     test.write_text("def test_nothing():\n    pass\n")
     monkeypatch.setattr(gpu, "TESTS", [str(test), "--rootdir", str(tmp_path), "-c", "/dev/null"])
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, seconds: function(*arguments) is None)
     yield rows
     library._destroy()
     schema.KEEPING.discard("cpu")
@@ -80,6 +86,33 @@ def test_limits_of_time_end_each_part(tiny, monkeypatch, tmp_path, capsys):
     assert "did not end" in printed and "no time for" in printed and " ms (now" not in printed
 
 
+def test_a_row_that_fails_or_does_not_end_is_left_out(tiny, monkeypatch, tmp_path, capsys):
+    tried = []
+    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, seconds: tried.append(arguments[1]))
+    gpu.measure_all(tmp_path / "benchmark.json", tiny, None, 60, 1)
+    assert tried == [tiny, tiny[1:]]
+    assert capsys.readouterr().out.splitlines() == [f"{case.name}: failed" for case in tiny]
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_or_does_not_end_is_killed():
+    assert in_process(os.getpid, seconds=200)
+    assert not in_process(os._exit, 3, seconds=200)
+    started = time.monotonic()
+    assert not in_process(time.sleep, 600, seconds=1)
+    assert time.monotonic() - started < 60
+
+
+def test_versions_are_known_where_the_package_is_not_installed(monkeypatch):
+    def version(name):
+        if name == "aft-hf":
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(cases, "version", version)
+    assert cases.versions()["aft-hf"] == aft_hf.__version__
+
+
 def test_without_a_gpu_the_command_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("TRITON_INTERPRET")
     assert run(monkeypatch, "--out", tmp_path / "out") == 1
@@ -95,6 +128,22 @@ for name in ("local", "alibi"):
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert found.stdout.split() == ["2", "1"], found.stderr  # of `local`, one makes w
+
+
+@pytest.mark.slow
+def test_texts_of_many_lengths_need_the_same_variants_of_the_kernels():
+    program = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+from scripts import compile_kernels
+def variants(length):
+    compile_kernels.LENGTH = length
+    texts = [x for name, x in compile_kernels.problems() if x.causal and x.biases.reach is not None]
+    return {variant for text in texts for variant in compile_kernels.launched(text)}
+assert variants(4096) == variants(4004)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
 
 
 def test_rows_have_names_of_their_own_and_the_first_ones_are_of_every_kind():

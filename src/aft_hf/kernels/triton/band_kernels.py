@@ -3,7 +3,7 @@
 A program computes a tile of C tokens by the near chunks of keys. `causal_launch.py` launches these kernels.
 """
 
-from .device import tl, triton
+from .device import kernel, tl, triton
 
 
 @triton.jit
@@ -19,13 +19,13 @@ def _at(t, lag, length, size, head, HEADS: tl.constexpr):
     return (t * HEADS + head) * size + (size - 1 - lag), (t >= 0) & (t < length) & (lag >= 0) & (lag < size)
 
 
-@triton.jit
+@kernel
 def band_kernel(
     u_ptr, v_ptr, w_ptr, starts_ptr, start, length, P, F, size, N,
     HEADS: tl.constexpr, NEAR: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    pid, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    n, head, i = pid % N, (pid // N).to(tl.int64), tl.arange(0, C)
+    pid, i = tl.program_id(0), tl.arange(0, C)
+    n, head, row = pid % N, (pid // N % HEADS).to(tl.int64), (pid // N // HEADS).to(tl.int64)
     w_ptr += row * length * HEADS * size
     if starts_ptr is not None:
         start = tl.load(starts_ptr + row)
@@ -40,7 +40,7 @@ def band_kernel(
         tl.store(w_ptr + place, product, exists)
 
 
-@triton.jit
+@kernel
 def band_backward_kernel(
     g_ptr, x_ptr, to_ptr, start, length, P, F, size, N,
     HEADS: tl.constexpr, NEAR: tl.constexpr, OF_KEYS: tl.constexpr, C: tl.constexpr, BF: tl.constexpr,

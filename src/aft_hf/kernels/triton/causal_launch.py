@@ -1,6 +1,6 @@
 """Launches of the kernels for causal problems: sizes, memory for results, and the kernels of each pass.
 
-The arguments are those of the operators. Nothing here waits for the device.
+The arguments are those of the operators, on the current device. Nothing here waits for the device.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +29,10 @@ def _strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return x with contiguous features."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """Return x with contiguous features, and rows that 32 bits address."""
+    if x is None or ((x.stride(-1) == 1 or x.shape[-1] == 1) and x.shape[1] * x.stride(1) < 2**31):
+        return x
+    return x.contiguous()
 
 
 # Programs of the gradient of w to aim at
@@ -72,12 +74,11 @@ def walk(query, key, value, slopes, first, kept, state=None):  # type: ignore[no
     given = query, key, value, slopes, first, sums, *before, output, *(kept or (None,) * 3), *(state or (None,) * 3)
     of_head, strides = width // (heads if key.shape[2] == width else key.shape[2]), _strides(query, key, value)
     sizes = size, 0, of_head, key.shape[2], *strides
-    with torch.cuda.device_of(value):
-        if count > 1:
-            options_of_totals = common | {"GATED": False, "KEEP": False, "TOTALS": True}
-            walk_kernel[(programs * (count - 1),)](*given, length, width, count - 1, *sizes, **options_of_totals)
-        common |= {"GATED": query is not None, "KEEP": kept is not None, "TOTALS": False}
-        walk_kernel[(programs * count,)](*given, length, width, count, *sizes, **common)
+    if count > 1:
+        options_of_totals = common | {"GATED": False, "KEEP": False, "TOTALS": True}
+        walk_kernel[(programs * (count - 1),)](*given, length, width, count - 1, *sizes, **options_of_totals)
+    common |= {"GATED": query is not None, "KEEP": kept is not None, "TOTALS": False}
+    walk_kernel[(programs * count,)](*given, length, width, count, *sizes, **common)
     return output
 
 
@@ -98,11 +99,10 @@ def walk_backward(gradient, query, key, value, slopes, first, kept):  # type: ig
     common |= {"DOCUMENTS": first is not None, "SEGMENTS": count > 1, "GATED": query is not None}
     given = gradient, query, key, value, *kept, slopes, first, sums, grad_query, grad_key, grad_value
     sizes = size, width // (key.shape[2] if shared else heads), *_strides(gradient, query, key, value)
-    with torch.cuda.device_of(value):
-        if count > 1:
-            totals = programs * (count - 1)
-            walk_backward_kernel[(totals,)](*given, length, width, count - 1, *sizes, TOTALS=True, **common)
-        walk_backward_kernel[(programs * count,)](*given, length, width, count, *sizes, TOTALS=False, **common)
+    if count > 1:
+        totals = programs * (count - 1)
+        walk_backward_kernel[(totals,)](*given, length, width, count - 1, *sizes, TOTALS=True, **common)
+    walk_backward_kernel[(programs * count,)](*given, length, width, count, *sizes, TOTALS=False, **common)
     if shared:
         grad_key = grad_key.unflatten(2, (key.shape[2], -1)).sum(3).to(key.dtype)
     return grad_query, grad_key, grad_value
@@ -203,25 +203,24 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     """
     query, key, value = _dense(query), _dense(key), _dense(value)
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    with torch.cuda.device_of(value):
-        at = Sweep(query, key, value, window, first, backward=False, initial=state is not None)
-        count, size = at.segments(value)
-        far, strides, tiles = not window.alone, _strides(query, key, value), at.tiles
-        sums = at.empty(at.batch, count, 5, at.width) if far and count > 1 else None
-        before, nothing = state or (None,) * 3, (None,) * 3
-        if sums is not None:
-            sums_of_segments(key, value, first, sums, count - 1, size, at.near * CHUNK)
-        of_kept, flags = kept or nothing, at.state()
-        given = query, key, value, tiles.of_queries, tiles.far, tiles.spread, first, sums, output, *of_kept, *flags
-        sizes = at.length, at.chunks, at.tiles_per_row, at.width, count, size // CHUNK, at.rows, key.shape[2]
-        constants = at.common | {"KEEP": kept is not None, "SEGMENTS": sums is not None}
-        constants |= {"INITIAL": state is not None and far}
-        sweep_kernel[(at.programs * count,)](*given, *before, *sizes, *strides, **constants)
-        given = query, key, value, window.tensor, tiles.top, first, output, *of_kept, *flags
-        sizes = at.length, at.chunks, at.tiles_per_row, at.width, *window.numbers, at.rows
-        constants = at.common | {"KEEP": kept is not None, "INITIAL": state is not None}
-        del constants["PRECISION"]
-        repair_kernel[(at.programs * at.chunks,)](*given, *sizes, *strides, **constants)
+    at = Sweep(query, key, value, window, first, backward=False, initial=state is not None)
+    count, size = at.segments(value)
+    far, strides, tiles = not window.alone, _strides(query, key, value), at.tiles
+    sums = at.empty(at.batch, count, 5, at.width) if far and count > 1 else None
+    before, nothing = state or (None,) * 3, (None,) * 3
+    if sums is not None:
+        sums_of_segments(key, value, first, sums, count - 1, size, at.near * CHUNK)
+    of_kept, flags = kept or nothing, at.state()
+    given = query, key, value, tiles.of_queries, tiles.far, tiles.spread, first, sums, output, *of_kept, *flags
+    sizes = at.length, at.chunks, at.tiles_per_row, at.width, count, size // CHUNK, at.rows, key.shape[2]
+    constants = at.common | {"KEEP": kept is not None, "SEGMENTS": sums is not None}
+    constants |= {"INITIAL": state is not None and far}
+    sweep_kernel[(at.programs * count,)](*given, *before, *sizes, *strides, **constants)
+    given = query, key, value, window.tensor, tiles.top, first, output, *of_kept, *flags
+    sizes = at.length, at.chunks, at.tiles_per_row, at.width, *window.numbers, at.rows
+    constants = at.common | {"KEEP": kept is not None, "INITIAL": state is not None}
+    del constants["PRECISION"]
+    repair_kernel[(at.programs * at.chunks,)](*given, *sizes, *strides, **constants)
     return output
 
 
@@ -246,25 +245,24 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
     grad_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=value.device)
     grad_key = torch.empty(value.shape, dtype=torch.float32 if shared else key.dtype, device=value.device)
     grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    with torch.cuda.device_of(value):
-        at = Sweep(query, key, value, window, first, backward=True)
-        count, size = at.segments(value)
-        strides, tiles, flags = _strides(gradient, query, key, value), at.tiles, at.state()
-        sums = at.empty(at.batch, count, 6, at.width) if not window.alone and count > 1 else None
-        tensors = gradient, query, key, value, *kept
-        given = *tensors, tiles.of_keys, tiles.top, tiles.far, first, sums, grad_query, grad_key, grad_value, *flags
-        sizes, others = (at.length, at.chunks, at.tiles_per_row, at.width), (size // CHUNK, at.rows, *strides)
-        constants = at.common | {"SEGMENTS": sums is not None}
-        if sums is not None:
-            totals = at.programs * (count - 1)
-            sweep_backward_kernel[(totals,)](*given, *sizes, count - 1, *others, TOTALS=True, **constants)
-        sweep_backward_kernel[(at.programs * count,)](*given, *sizes, count, *others, TOTALS=False, **constants)
-        constants = {name: x for name, x in at.common.items() if name != "PRECISION"} | {"num_warps": 4}
-        given = *tensors, window.tensor, tiles.top, first, grad_key, grad_value, *flags
-        numbers = *window.numbers, at.rows
-        repair_backward_kernel[(at.programs * at.chunks,)](*given, *sizes, *numbers, *strides, **constants)
-        if bias_needed:
-            of_window = _window_gradient(at, tensors, window, first, strides)
+    at = Sweep(query, key, value, window, first, backward=True)
+    count, size = at.segments(value)
+    strides, tiles, flags = _strides(gradient, query, key, value), at.tiles, at.state()
+    sums = at.empty(at.batch, count, 6, at.width) if not window.alone and count > 1 else None
+    tensors = gradient, query, key, value, *kept
+    given = *tensors, tiles.of_keys, tiles.top, tiles.far, first, sums, grad_query, grad_key, grad_value, *flags
+    sizes, others = (at.length, at.chunks, at.tiles_per_row, at.width), (size // CHUNK, at.rows, *strides)
+    constants = at.common | {"SEGMENTS": sums is not None}
+    if sums is not None:
+        totals = at.programs * (count - 1)
+        sweep_backward_kernel[(totals,)](*given, *sizes, count - 1, *others, TOTALS=True, **constants)
+    sweep_backward_kernel[(at.programs * count,)](*given, *sizes, count, *others, TOTALS=False, **constants)
+    constants = {name: x for name, x in at.common.items() if name != "PRECISION"} | {"num_warps": 4}
+    given = *tensors, window.tensor, tiles.top, first, grad_key, grad_value, *flags
+    numbers = *window.numbers, at.rows
+    repair_backward_kernel[(at.programs * at.chunks,)](*given, *sizes, *numbers, *strides, **constants)
+    if bias_needed:
+        of_window = _window_gradient(at, tensors, window, first, strides)
     if shared:
         grad_key = grad_key.unflatten(2, (key.shape[2], -1)).sum(3).to(key.dtype)
     return grad_query, grad_key, grad_value, of_window
@@ -391,26 +389,25 @@ def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no
     keys, _, numerator, denominator, maximum = state
     (batch, length, width), past, (heads, head) = value.shape, keys.shape[2], (keys.shape[1], state[1].shape[3])
     counts, sums, count = None, None, 0
-    with torch.cuda.device_of(value):
-        if not window.alone:
-            chosen, limit = options("walk_kernel", value), None
-            count, size = segments(value[:, past:], chosen["BD"], chosen["num_warps"])
-            sums = torch.empty((batch, count + 1, 5, width), dtype=torch.float32, device=value.device)
-            if padding is not None:
-                counts = (~padding).sum(1)
-                tokens = torch.arange(length - past, device=value.device)
-                limit = torch.where(tokens < counts[:, None], -1, length)
-            sums_of_segments(key[:, : length - past], value[:, : length - past], limit, sums, count, size, 0)
-        elif padding is not None:
+    if not window.alone:
+        chosen, limit = options("walk_kernel", value), None
+        count, size = segments(value[:, past:], chosen["BD"], chosen["num_warps"])
+        sums = torch.empty((batch, count + 1, 5, width), dtype=torch.float32, device=value.device)
+        if padding is not None:
             counts = (~padding).sum(1)
-        block = min(64, power_of_two_from(head))
-        options_of_kernel: dict[str, Any] = {"HEADS": heads, "BLOCKS": -(-head // block), "HEAD": head, "BD": block}
-        options_of_kernel |= {"KEY_PER_HEAD": key.shape[2] != width, "ALONE": window.alone, "C": CHUNK}
-        old = maximum.clone(), numerator.clone(), denominator.clone()
-        given = key, value, sums, counts, *old, *state
-        sizes = length, width, count, past, past, *_strides(key, value)
-        programs = batch * heads * options_of_kernel["BLOCKS"]
-        state_kernel[(programs,)](*given, *sizes, COUNTED=counts is not None, **options_of_kernel)
+            tokens = torch.arange(length - past, device=value.device)
+            limit = torch.where(tokens < counts[:, None], -1, length)
+        sums_of_segments(key[:, : length - past], value[:, : length - past], limit, sums, count, size, 0)
+    elif padding is not None:
+        counts = (~padding).sum(1)
+    block = min(64, power_of_two_from(head))
+    options_of_kernel: dict[str, Any] = {"HEADS": heads, "BLOCKS": -(-head // block), "HEAD": head, "BD": block}
+    options_of_kernel |= {"KEY_PER_HEAD": key.shape[2] != width, "ALONE": window.alone, "C": CHUNK}
+    old = maximum.clone(), numerator.clone(), denominator.clone()
+    given = key, value, sums, counts, *old, *state
+    sizes = length, width, count, past, past, *_strides(key, value)
+    programs = batch * heads * options_of_kernel["BLOCKS"]
+    state_kernel[(programs,)](*given, *sizes, COUNTED=counts is not None, **options_of_kernel)
 
 
 def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no-untyped-def]
@@ -427,9 +424,8 @@ def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no
     constants: dict[str, Any] = {"HEADS": heads, "BLOCKS": blocks, "HEAD": head, "KEY_PER_HEAD": shared}
     constants |= {"ALIBI": slopes is not None, "BIASED": bias is not None, "ALONE": alone, "GATED": query is not None}
     constants |= chosen | {"BW": block, "BD": features}
-    with torch.cuda.device_of(value):
-        programs = batch * heads * (1 if shared else blocks)
-        step_kernel[(programs,)](query, key, value, bias, slopes, *state, output, window, width, *strides, **constants)
+    programs = batch * heads * (1 if shared else blocks)
+    step_kernel[(programs,)](query, key, value, bias, slopes, *state, output, window, width, *strides, **constants)
     return output
 
 
@@ -442,10 +438,9 @@ def band(query, key, start, length, window, starts):  # type: ignore[no-untyped-
     rows = 1 if starts is None else len(starts)
     found = torch.empty((rows, length, heads, window), dtype=torch.float32, device=query.device)
     sizes = start, length, positions, features, window, -(-length // CHUNK)
-    with torch.cuda.device_of(query):
-        if found.numel():
-            given = query.contiguous(), key.contiguous(), found, starts if starts is None else starts.contiguous()
-            band_kernel[(sizes[-1] * heads, rows)](*given, *sizes, **_band_constants(heads, features, window))
+    if found.numel():
+        given = query.contiguous(), key.contiguous(), found, starts if starts is None else starts.contiguous()
+        band_kernel[(sizes[-1] * heads * rows,)](*given, *sizes, **_band_constants(heads, features, window))
     return found
 
 
@@ -454,15 +449,14 @@ def band_backward(gradient, query, key, start, length, window, starts):  # type:
     heads, positions, features = query.shape
     constants, gradient, found = _band_constants(heads, features, window), gradient.contiguous(), []
     blocks, chunks = -(-features // constants["BF"]), -(-length // CHUNK)
-    with torch.cuda.device_of(query):
-        for factor, of_keys in ((key, False), (query, True)):
-            of_factor = torch.zeros(factor.shape, dtype=factor.dtype, device=factor.device)
-            count = chunks + constants["NEAR"] if of_keys else chunks
-            if gradient.numel():
-                sizes = start, length, positions, features, window, count
-                given = gradient, factor.contiguous(), of_factor
-                band_backward_kernel[(count * blocks * heads,)](*given, *sizes, OF_KEYS=of_keys, **constants)
-            found.append(of_factor)
+    for factor, of_keys in ((key, False), (query, True)):
+        of_factor = torch.zeros(factor.shape, dtype=factor.dtype, device=factor.device)
+        count = chunks + constants["NEAR"] if of_keys else chunks
+        if gradient.numel():
+            sizes = start, length, positions, features, window, count
+            given = gradient, factor.contiguous(), of_factor
+            band_backward_kernel[(count * blocks * heads,)](*given, *sizes, OF_KEYS=of_keys, **constants)
+        found.append(of_factor)
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ The sums may be float64, in which a step then adds to them: so they do not drift
 `causal_launch.py` launches these kernels.
 """
 
-from .device import EMPTY, LOG2E, tl, triton
+from .device import EMPTY, LOG2E, kernel, tl, triton
 from .walk_kernels import _join, _load_sums
 
 
@@ -20,7 +20,7 @@ def _key_places(of_head, own, exists, first, HEAD: tl.constexpr, KEY_PER_HEAD: t
     return of_head * HEAD + own, HEAD, exists
 
 
-@triton.jit
+@kernel
 def step_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, slope_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr, y_ptr,
     W, D, qb, kb, vb, wb,
@@ -105,7 +105,7 @@ def step_kernel(
         tl.store(y_ptr + b * D + features, y.to(y_ptr.dtype.element_ty), exists)
 
 
-@triton.jit
+@kernel
 def state_kernel(
     k_ptr, v_ptr, sums_ptr, count_ptr, old_m_ptr, old_n_ptr, old_d_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr,
     T, D, S, W, past, kb, kt, vb, vt,

@@ -11,6 +11,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ON_NVIDIA = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
+# By default, Triton compiles a variant for each integer that is 1, a multiple of 16 or neither. The code is as good
+# without for these, which follow from lengths and batch sizes, and a program would compile for minutes.
+COUNTS = ("B", "T", "P", "N", "NT", "S", "L", "each", "shift", "past", "positions", "w_row", "dw_part")
+kernel = triton.jit(do_not_specialize=(*COUNTS, "start", "length"))  # decorator
+
 
 @triton.jit
 def _divide(x, y):

@@ -52,11 +52,12 @@ def register(dispatch_key: str = "CUDA") -> torch.library.Library:
 
 
 def _run(name: str, like: torch.Tensor, launch: Callable[[Any], Result], otherwise: Callable[[], Result]) -> Result:
-    """Launch kernels for tensors of a dtype and device, or compute otherwise from the first failure on."""
+    """Launch kernels for tensors of a dtype on their device, or compute otherwise from the first failure on."""
     problem = name, like.dtype, like.device
-    if problem not in FAILED:
+    if problem not in FAILED and like.shape[1:].numel() < 2**31:  # offsets within a row have 32 bits
         try:
-            return launch(launches(name))
+            with torch.cuda.device_of(like):  # Triton launches on the current device
+                return launch(launches(name))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # of any kind: of Triton, LLVM, the assembler, or the C compiler of a launcher

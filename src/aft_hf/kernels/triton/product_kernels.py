@@ -11,14 +11,13 @@ The references are the largest key of a row and the largest w of a query, which 
 denominator is then less than `SMALLEST` may have lost terms, and a hidden NaN reaches every query through products
 (0 * NaN is NaN). The kernels find both in their results, and compute such tiles again pair by pair.
 
-`product_launch.py` launches these kernels and explains their sizes.
+`product_launch.py` launches these kernels and explains their sizes. Only the first axis of programs may be longer than
+65,535, so it holds what grows with the batch.
 """
 
-import triton
-import triton.language as tl
+from .device import EMPTY, kernel, tl, triton
 
 
-EMPTY = tl.constexpr(-1e30)  # the maximum of an empty set: finite, so that the difference of two of them is 0, not NaN
 SMALLEST = tl.constexpr(1e-26)  # terms that underflow (below 1e-38) are negligible in larger denominators
 ROWS = tl.constexpr(64)  # positions per program that stores operands, and per sum for positions outside the kernel
 CAREFUL = tl.constexpr(16)  # positions that are computed pair by pair at once
@@ -42,7 +41,7 @@ def _units(tile, head, B, HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.cons
     is_feature = exists & (i < PART) & (part * PART + i < HEAD)
     b = unit // PARTS
     if LARGE:  # offsets exceed 32 bits
-        b = b.to(tl.int64)
+        b, key, head = b.to(tl.int64), key.to(tl.int64), head.to(tl.int64)
     return b, part, key, head * HEAD + part * PART + i, exists, is_feature, i == PART
 
 
@@ -141,10 +140,11 @@ def transpose_kernel(
     a_ptr, b_ptr, c_ptr, d_ptr, to_a_ptr, to_b_ptr, to_c_ptr, to_d_ptr, N, T, M, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Convert up to four tensors (N, T, M) to (M, T, N)."""
-    across = tl.cdiv(M, BLOCK)
-    n = (tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK))[:, None]
-    m = (tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK))[None, :]
-    t, inside = tl.program_id(1).to(tl.int64), (n < N) & (m < M)
+    across, blocks = tl.cdiv(M, BLOCK), tl.cdiv(M, BLOCK) * tl.cdiv(N, BLOCK)
+    block = tl.program_id(0) % blocks
+    n = (block // across * BLOCK + tl.arange(0, BLOCK))[:, None]
+    m = (block % across * BLOCK + tl.arange(0, BLOCK))[None, :]
+    t, inside = (tl.program_id(0) // blocks).to(tl.int64), (n < N) & (m < M)
     place, to = (n * T + t) * M + m, (m * T + t) * N + n
     if a_ptr is not None:
         tl.store(to_a_ptr + to, tl.load(a_ptr + place, inside), inside)
@@ -156,7 +156,7 @@ def transpose_kernel(
         tl.store(to_d_ptr + to, tl.load(d_ptr + place, inside), inside)
 
 
-@triton.jit
+@kernel
 def reference_kernel(
     k_ptr, v_ptr, m_ptr, center_ptr, T, D, KD, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, COUNT: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr,
@@ -164,8 +164,10 @@ def reference_kernel(
     """Store the largest finite key, and the center from which averages are stored as offsets: the value of smallest
     magnitude between those of the first COUNT tokens. A large value that is hidden from a query does not move it.
     """
-    b, f = tl.program_id(1).to(tl.int64), tl.program_id(0) * BF + tl.arange(0, BF)
-    if tl.program_id(0) * BF < KD:
+    blocks = tl.cdiv(D, BF)
+    b, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    f = block * BF + tl.arange(0, BF)
+    if block * BF < KD:
         top = tl.zeros((BF,), tl.float32) + EMPTY
         for start in range(0, T, BT):
             t = start + tl.arange(0, BT)
@@ -197,14 +199,14 @@ def _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR: tl.constexpr, U
         tl.store(sum_ptr + (head * (TP // ROWS) + n).to(tl.int64) * J + column, tl.sum(x, 0))
 
 
-@triton.jit
+@kernel
 def key_operand_kernel(
     x_ptr, sum_ptr, k_ptr, v_ptr, m_ptr, center_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Store X: p (v - center) and p of ROWS keys; with FAR, also its sum over these keys."""
-    n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, tile, head = tl.program_id(0) % (TP // ROWS), tl.program_id(0) // (TP // ROWS), tl.program_id(1)
     b, _, key, feature, exists, is_feature, is_p = _units(
         tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     t = (n * ROWS + tl.arange(0, ROWS))[:, None, None]
@@ -216,7 +218,7 @@ def key_operand_kernel(
     _store_operand(x, x_ptr, sum_ptr, tile, n, head, TP, J, FAR, UNITS, WIDTH)
 
 
-@triton.jit
+@kernel
 def query_operand_kernel(
     z_ptr, sum_ptr, g_ptr, q_ptr, c_ptr, l_ptr, center_ptr, flag_ptr, dq_ptr, B, T, TP, D, KD, J,
     vb, vt, vf, kb, kt, kf,
@@ -227,7 +229,7 @@ def query_operand_kernel(
 
     Z is the gradient of the averages divided by the denominator, and, for each unit, minus its sum with the averages.
     """
-    n, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, tile, head = tl.program_id(0) % (TP // ROWS), tl.program_id(0) // (TP // ROWS), tl.program_id(1)
     b, _, key, feature, exists, is_feature, is_p = _units(
         tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
     t = (n * ROWS + tl.arange(0, ROWS))[:, None, None]
@@ -306,7 +308,7 @@ def _product(
     return acc
 
 
-@triton.jit
+@kernel
 def average_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, sum_ptr, y_ptr, c_ptr, l_ptr,
     B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
@@ -318,7 +320,8 @@ def average_kernel(
     """Compute the averages of a block of queries, times sigmoid(query) if GATED; with KEEP, also store them as offsets
     from `center`, and the log-denominators relative to the largest key and the largest w.
     """
-    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks, head = tl.cdiv(T, BM), tl.program_id(1)
+    block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     acc = _product(e_ptr, x_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
                    GRID, CAUSAL, FAR, False, BM, BN, BK, PRECISION)  # fmt: skip
     num = tl.reshape(acc, (BM, UNITS, WIDTH))
@@ -335,6 +338,7 @@ def average_kernel(
     sums = tl.sum(tl.where(is_feature, num, 0.0), 2)[:, :, None]
     careful = (t < T) & exists & (top > EMPTY) & ~((den >= SMALLEST) & _is_finite(sums))
     if tl.max(tl.max(tl.max(careful.to(tl.int32), 2), 1), 0) > 0:
+        tl.debug_barrier()  # other threads stored these averages before
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
             _add_pairwise(
                 q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
@@ -396,7 +400,7 @@ def _add_pairwise(
                     KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
 
 
-@triton.jit
+@kernel
 def key_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, e_ptr, w_ptr, a_ptr, code_ptr, x_ptr, z_ptr,
     sum_ptr, flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
@@ -405,7 +409,8 @@ def key_gradient_kernel(
     GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; that of the keys for each unit, (B, T, h PARTS)."""
-    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks, head = tl.cdiv(T, BM), tl.program_id(1)
+    block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if tl.load(flag_ptr + head * (J // BN) + tile) > 0:
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
             _add_pairwise_to_keys(
@@ -432,10 +437,10 @@ def key_gradient_kernel(
 def _store_key_gradients(dk, dv, dk_ptr, dv_ptr, u, b, part, f, head, exists, is_feature, T, vb, vt, vf,
                          HEAD: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     tl.store(dv_ptr + (b * vb + f * vf) + u * vt, dv.to(dv_ptr.dtype.element_ty), (u < T) & is_feature)
-    units = tl.num_programs(2) * PARTS
+    units = tl.num_programs(1) * PARTS
     place = (b * T * units + head * PARTS + part) + u * units
     if HEAD == 1:  # the gradient has the shape of the values, which may be transposed
-        place = (b * vb + head * vf) + u * vt
+        place = (b * vb + head.to(b.dtype) * vf) + u * vt
     tl.store(dk_ptr + place, dk.to(dk_ptr.dtype.element_ty), (u < T) & exists)
 
 
@@ -554,7 +559,7 @@ def weight_gradient_kernel(
                     for step in range(0, UNITS * PART):
                         unit = tile * UNITS + step // PART
                         of_head = unit % PARTS * PART + step % PART
-                        b, key, f = (unit // PARTS).to(tl.int64), head, head * HEAD + of_head
+                        b, key, f = (unit // PARTS).to(tl.int64), head, (head * HEAD + of_head).to(tl.int64)
                         if not KEY_PER_HEAD:
                             key = f
                         there = (unit < B * PARTS) & (of_head < HEAD)

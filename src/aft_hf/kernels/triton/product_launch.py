@@ -1,6 +1,6 @@
 """Launches of the kernels for Eq. 2 as matrix products (`product_kernels.py`): the operators `grid` and `table`.
 
-Nothing here waits for the device.
+Tensors are on the current device. Nothing here waits for the device.
 """
 
 from typing import Any, NamedTuple, cast
@@ -137,14 +137,14 @@ class _Problem:
         operand = self.new(self.heads, self.padded, self.count, dtype=self.operand)
         sums = self.new(self.heads, self.padded // ROWS, self.count) if self.far["FAR"] else None
         units = max(1, min(OPERAND_COLUMNS, self.options["BN"]) // self.columns["WIDTH"])
-        programs = (self.padded // ROWS, self.count // (units * self.columns["WIDTH"]), self.heads)
+        programs = (self.padded // ROWS * (self.count // (units * self.columns["WIDTH"])), self.heads)
         constants |= self.columns | self.far | {"UNITS": units}
         kernel[programs](operand, sums, *tensors, *self.sizes, **constants)
         return operand, sums
 
     def multiply(self, kernel: Any, *tensors: Any, **constants: Any) -> None:
         """Launch a kernel for each block of positions, tile of columns and head."""
-        programs = (-(-self.length // self.options["BM"]), self.tiles, self.heads)
+        programs = (-(-self.length // self.options["BM"]) * self.tiles, self.heads)
         reach = 0 if self.grid is None else self.grid.reach
         constants |= self.columns | self.structure | self.far | self.options
         constants["UNITS"] = self.options["BN"] // self.columns["WIDTH"]
@@ -158,7 +158,7 @@ class _Problem:
         (first, length, last), block = given.shape, 64
         results = tuple(None if x is None else self.new(last, length, first, dtype=x.dtype) for x in tensors)
         empty = (None,) * (4 - len(tensors))
-        programs = (-(-first // block) * -(-last // block), length)
+        programs = (-(-first // block) * -(-last // block) * length,)
         kernels.transpose_kernel[programs](*tensors, *empty, *results, *empty, first, length, last, BLOCK=block)
         return results
 
@@ -181,20 +181,19 @@ def _forward(problem: _Problem, keep: bool) -> Results:
     references = problem.references(
         kept[2] if keep else problem.new(problem.batch * (problem.width + problem.key_width))
     )
-    with torch.cuda.device_of(value):
-        programs = (-(-problem.width // 32), problem.batch)
-        kernels.reference_kernel[programs](
-            key, value, *references, problem.length, problem.width, problem.key_width,
-            HEAD=problem.columns["HEAD"], KEY_PER_HEAD=problem.columns["KEY_PER_HEAD"],
-            COUNT=1 if problem.structure["CAUSAL"] else COUNTED, BT=COUNTED, BF=32,
-        )  # fmt: skip
-        query, key, value = problem.transpose(*problem.inputs)
-        output = problem.new(*value.shape, dtype=value.dtype)
-        factor = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
-        averages = kept[:2] if keep else (None, None)
-        given = query, key, value, *references, *problem.weights, *factor, output, *averages
-        problem.multiply(kernels.average_kernel, *given, GATED=query is not None, KEEP=keep)
-        return *problem.transpose(output), *kept
+    programs = (-(-problem.width // 32) * problem.batch,)
+    kernels.reference_kernel[programs](
+        key, value, *references, problem.length, problem.width, problem.key_width,
+        HEAD=problem.columns["HEAD"], KEY_PER_HEAD=problem.columns["KEY_PER_HEAD"],
+        COUNT=1 if problem.structure["CAUSAL"] else COUNTED, BT=COUNTED, BF=32,
+    )  # fmt: skip
+    query, key, value = problem.transpose(*problem.inputs)
+    output = problem.new(*value.shape, dtype=value.dtype)
+    factor = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
+    averages = kept[:2] if keep else (None, None)
+    given = query, key, value, *references, *problem.weights, *factor, output, *averages
+    problem.multiply(kernels.average_kernel, *given, GATED=query is not None, KEEP=keep)
+    return *problem.transpose(output), *kept
 
 
 def _backward(
@@ -206,26 +205,25 @@ def _backward(
     bias_needed: bool,
 ) -> Gradients:
     references = problem.references(center)
-    with torch.cuda.device_of(center):
-        gradient, query, key, value = problem.transpose(gradient.contiguous(), *problem.inputs)
-        grad_query = None if query is None else problem.new(*query.shape, dtype=query.dtype)
-        grad_value = problem.new(*value.shape, dtype=value.dtype)
-        units, gated = problem.heads * problem.parts, {"GATED": query is not None}
-        summed = units != problem.key_width  # over the parts of a head
-        grad_key = problem.new(*key.shape, dtype=key.dtype)
-        if summed:
-            grad_key = problem.new(problem.batch, problem.length, units)
-        x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
-        tensors = gradient, query, average, logsumexp, references[1], problem.flags, grad_query
-        constants = gated | {"BN": problem.options["BN"]}
-        z, sums = problem.store_operand(kernels.query_operand_kernel, *tensors, **constants)
-        given = gradient, query, key, value, average, logsumexp, *references, *problem.weights, x, z
-        outputs = sums, problem.flags, grad_key, grad_value
-        problem.multiply(kernels.key_gradient_kernel, *given, *outputs, **gated)
-        grad_bias = _weight_gradient(problem, (*given, problem.flags), gated) if bias_needed else problem.new(0)
-        if summed:
-            grad_key = grad_key.unflatten(-1, (problem.heads, -1)).sum(-1).to(key.dtype)
-        grad_query, grad_key, grad_value = problem.transpose(grad_query, grad_key, grad_value)
+    gradient, query, key, value = problem.transpose(gradient.contiguous(), *problem.inputs)
+    grad_query = None if query is None else problem.new(*query.shape, dtype=query.dtype)
+    grad_value = problem.new(*value.shape, dtype=value.dtype)
+    units, gated = problem.heads * problem.parts, {"GATED": query is not None}
+    summed = units != problem.key_width  # over the parts of a head
+    grad_key = problem.new(*key.shape, dtype=key.dtype)
+    if summed:
+        grad_key = problem.new(problem.batch, problem.length, units)
+    x, _ = problem.store_operand(kernels.key_operand_kernel, key, value, *references)
+    tensors = gradient, query, average, logsumexp, references[1], problem.flags, grad_query
+    constants = gated | {"BN": problem.options["BN"]}
+    z, sums = problem.store_operand(kernels.query_operand_kernel, *tensors, **constants)
+    given = gradient, query, key, value, average, logsumexp, *references, *problem.weights, x, z
+    outputs = sums, problem.flags, grad_key, grad_value
+    problem.multiply(kernels.key_gradient_kernel, *given, *outputs, **gated)
+    grad_bias = _weight_gradient(problem, (*given, problem.flags), gated) if bias_needed else problem.new(0)
+    if summed:
+        grad_key = grad_key.unflatten(-1, (problem.heads, -1)).sum(-1).to(key.dtype)
+    grad_query, grad_key, grad_value = problem.transpose(grad_query, grad_key, grad_value)
     return problem.new(0) if grad_query is None else grad_query, grad_key, grad_value, grad_bias
 
 

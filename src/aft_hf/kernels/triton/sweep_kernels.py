@@ -13,7 +13,7 @@ Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 log
 a_t. `causal_launch.py` launches these kernels.
 """
 
-from .device import EMPTY, INTERPRETED, LOG2E, _divide, _largest, _log2, _once, tl, triton
+from .device import EMPTY, INTERPRETED, LOG2E, _divide, _largest, _log2, _once, kernel, tl, triton
 from .walk_kernels import _join, _load_sums, _store_sums
 
 
@@ -88,7 +88,7 @@ def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE
     return tl.where(visible, w, -float("inf"))
 
 
-@triton.jit
+@kernel
 def tiles_kernel(
     w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
     T, N, NT, positions, past, size, w_row, w_position, w_head, w_base,
@@ -129,7 +129,7 @@ def tiles_kernel(
             tl.store(to, a, n - NEAR + j >= 0)
 
 
-@triton.jit
+@kernel
 def sweep_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, far_ptr, spread_ptr, first_ptr, sums_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr,
     state_ptr, m_ptr, n_ptr, d_ptr, T, N, NT, D, S, each, rows, key_width, qb, qt, kb, kt, vb, vt,
@@ -268,7 +268,7 @@ def sweep_kernel(
         tl.store(y_ptr + at, tl.where(some, y, 0.0).to(y_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@kernel
 def repair_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, top_ptr, first_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr, state_ptr,
     T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, qb, qt, kb, kt, vb, vt,
@@ -321,10 +321,10 @@ def repair_kernel(
             largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
             if DOCUMENTS or ALONE:
                 largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
+                tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
             log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
             tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
-            tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -395,7 +395,7 @@ def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, D, exists):
     return tl.sum(x, 0), tl.sum(x * c, 0)
 
 
-@triton.jit
+@kernel
 def sweep_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, b_ptr, top_ptr, far_ptr, first_ptr, sums_ptr, dq_ptr, dk_ptr,
     dv_ptr, flag_ptr, state_ptr, T, N, NT, D, S, each, rows, gb, gt, qb, qt, kb, kt, vb, vt,
@@ -576,7 +576,7 @@ def sweep_backward_kernel(
         tl.store(sums_at + 5 * D + features, center, exists)
 
 
-@triton.jit
+@kernel
 def repair_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dk_ptr, dv_ptr, flag_ptr, state_ptr,
     T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
@@ -688,7 +688,7 @@ def _window_gradient(
     return total, careful
 
 
-@triton.jit
+@kernel
 def window_gradient_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dw_ptr,
     B, T, N, NT, D, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,

@@ -12,7 +12,7 @@ relative to a reference; both are those of the first query of a chunk that sees 
 these kernels.
 """
 
-from .device import EMPTY, LOG2E, _divide, _log2, tl, triton
+from .device import EMPTY, LOG2E, _divide, _log2, kernel, tl, triton
 
 
 # Tokens that are loaded at once, before those that were loaded last are used: forwards and backwards
@@ -126,7 +126,7 @@ def _output(
     return reference, center
 
 
-@triton.jit
+@kernel
 def walk_kernel(
     q_ptr, k_ptr, v_ptr, slope_ptr, first_ptr, sums_ptr, m_ptr, n_ptr, d_ptr, y_ptr, c_ptr, l_ptr, r_ptr,
     to_m_ptr, to_n_ptr, to_d_ptr, T, D, S, L, shift, HEAD, KEYS, qb, qt, kb, kt, vb, vt,
@@ -265,7 +265,7 @@ def _key_gradients(
     tl.store(dk_ptr + at, (w * (v * X - Z)).to(dk_ptr.dtype.element_ty), inside)
 
 
-@triton.jit
+@kernel
 def walk_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, slope_ptr, first_ptr, sums_ptr, dq_ptr, dk_ptr, dv_ptr,
     T, D, S, L, HEAD, gb, gt, qb, qt, kb, kt, vb, vt,
