@@ -221,12 +221,11 @@ def _ours(records: Records, pictures: str) -> str:
     return text + f"\n{LATER}\n\n{COMPARISONS}{later}" if later else text
 
 
-RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of a key and a value, then all keys again; which
-value followed? Share of right answers of two layers of width 64 after 400 steps; seeds of an arm: {seeds}. The
-learning rate is chosen at 4 pairs."""
-WIDTHS = """**Time by width** (Table 1): forward, one sequence of 1,024 tokens on a CPU. The operation of AFT grows
-with d; that of linear attention with d² with one head, and with d with heads of 64. The projections, which both layers
-have, grow with d²."""
+RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of key and value, then all keys again: which value
+followed? Right answers of two layers of width 64 after 400 steps; seeds of an arm: {seeds}. Learning rates are chosen at
+4 pairs."""
+WIDTHS = """**Time by width** (Table 1): forward, 1,024 tokens on a CPU. AFT grows with d; linear attention with d² (one
+head) or d (heads of 64); the projections of both with d²."""
 LENGTHS = """**Longer texts than in training** (as in ALiBi, arXiv 2108.12409): bits per character of four layers
 after 600 steps at T = 64, mean over seeds."""
 LATER = "**Later layers** of equal depth and width on characters, by the rule above:"
