@@ -437,25 +437,8 @@ def sweep_backward_kernel(
                 X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
     if CARRY:  # the queries of the chunk after the segment
         g, c, log_den, of_next = _queries(
-            g_ptr,
-            q_ptr,
-            c_ptr,
-            l_ptr,
-            r_ptr,
-            None,
-            end,
-            T,
-            D,
-            gt,
-            qt,
-            features,
-            exists,
-            center,
-            GATED,
-            CHECK,
-            False,
-            C,
-        )
+            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, CHECK, False,
+            C)  # fmt: skip
         x_next = tl.exp2(-log_den) * g
         x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
         center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
