@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sweep_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
         "bfloat16 sm_100": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},  # with 2 warps, it spills registers there
-        # Loads of later chunks (num_stages > 1) spill registers
+        # With more stages, it spills registers on sm_90
         "float32": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {

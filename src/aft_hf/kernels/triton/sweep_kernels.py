@@ -412,7 +412,7 @@ def sweep_backward_kernel(
     """
     CHECK: tl.constexpr = DOCUMENTS or ALONE
     CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS
-    # With 4 features of several tokens at once, it spills registers in float32
+    # In float32, loads of 4 features spill registers (sm_90)
     AT_ONCE: tl.constexpr = 2 if CARRY and PRECISION == "tf32x3" else 16
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
     if TOTALS:
