@@ -33,11 +33,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sweep_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
         "bfloat16 sm_100": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},  # with 2 warps, it spills registers there
-        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+        # With more stages, it spills registers on sm_90
+        "float32": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {
-        # "bf16" makes 4 times the error of PyTorch in gradients of keys, and spills registers
-        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},
+        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},  # "bf16" spills registers
         "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
         "bfloat16 sm_100": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
@@ -49,13 +49,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 32, "BW": 32, "num_warps": 1},
     },
     "window_gradient_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},  # "bf16" exceeds the error that is allowed
+        # "bf16" exceeds the error that the contract of the forms allows by 2 %
+        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},
         "bfloat16 sm_100": {"BD": 32, "num_warps": 8, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
     },
     # The products of grids and tables
     "product": {
-        # "bf16" exceeds the error that the contract of the forms allows by a sixth
+        # "bf16" exceeds the error that the contract of the forms allows by 3 %
         "bfloat16": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
         "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },

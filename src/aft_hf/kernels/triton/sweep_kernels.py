@@ -23,11 +23,13 @@ TINY = tl.constexpr(8.8e-27)  # exp(-SAFE)
 
 @triton.jit
 def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr,
-             KEY_PER_HEAD: tl.constexpr):  # fmt: skip
-    """The row, segment and head of a program, its features, which of them exist, and their keys."""
+             KEY_PER_HEAD: tl.constexpr, AT_ONCE: tl.constexpr = 16):  # fmt: skip
+    """The row, segment and head of a program, its features, which of them exist, and their keys. A thread loads
+    AT_ONCE features at most.
+    """
     pid = tl.program_id(0)
     f, s, b = pid % (HEADS * BLOCKS), pid // (HEADS * BLOCKS) % S, (pid // (HEADS * BLOCKS) // S).to(tl.int64)
-    own, head = f % BLOCKS * BD + tl.arange(0, BD), f // BLOCKS
+    own, head = tl.max_contiguous(f % BLOCKS * BD + tl.arange(0, BD), AT_ONCE), f // BLOCKS
     features = head * HEAD + own
     keys = features
     if KEY_PER_HEAD:
@@ -410,7 +412,9 @@ def sweep_backward_kernel(
     """
     CHECK: tl.constexpr = DOCUMENTS or ALONE
     CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS
-    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    # In float32, loads of 4 features spill registers (sm_90)
+    AT_ONCE: tl.constexpr = 2 if CARRY and PRECISION == "tf32x3" else 16
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
     if TOTALS:
         s += 1
     row = b * T * D
@@ -418,7 +422,7 @@ def sweep_backward_kernel(
     dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 3 * D
     if GATED:
         q_ptr, dq_ptr = q_ptr + b * qb, dq_ptr + row
-    tiles, i = (b * rows * HEADS + head) * NT, tl.arange(0, C)
+    tiles, i = (b * rows * HEADS + head) * NT, tl.max_contiguous(tl.arange(0, C), AT_ONCE)
     # Sums over later queries of g / denominator (X), times the average relative to `center` (Z); relative to
     # exp2(R) / exp(reference)
     R, X, Z = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
@@ -437,25 +441,8 @@ def sweep_backward_kernel(
                 X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
     if CARRY:  # the queries of the chunk after the segment
         g, c, log_den, of_next = _queries(
-            g_ptr,
-            q_ptr,
-            c_ptr,
-            l_ptr,
-            r_ptr,
-            None,
-            end,
-            T,
-            D,
-            gt,
-            qt,
-            features,
-            exists,
-            center,
-            GATED,
-            CHECK,
-            False,
-            C,
-        )
+            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, CHECK, False,
+            C)  # fmt: skip
         x_next = tl.exp2(-log_den) * g
         x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
         center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
