@@ -224,8 +224,8 @@ def _ours(records: Records, pictures: str) -> str:
 RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of key and value, then all keys again: which value
 followed? Right answers of 2 layers of width 64 after 400 steps; seeds of an arm: {seeds}. Learning rates are chosen at
 4 pairs."""
-WIDTHS = """**Time by width** (Table 1): forward, 1,024 tokens on a CPU. AFT grows with d; linear attention with d² (one
-head) or d (heads of 64); the projections of both with d²."""
+WIDTHS = """**Time by width** (Table 1): forward, 1,024 tokens on a CPU. AFT grows with d; linear attention with d²
+(one head) or d (heads of 64); the projections of both with d²."""
 LENGTHS = """**Longer texts than in training** (as in ALiBi, arXiv 2108.12409): bits per character of four layers
 after 600 steps at T = 64, mean over seeds."""
 LATER = "**Later layers** of equal depth and width on characters, by the rule above:"
