@@ -92,7 +92,8 @@ SMALLEST_TRIANGLE = 32
 
 def floored_exp(x: Tensor) -> Tensor:
     """exp(x), and 0 where x is below `FLOOR`."""
-    return nn.functional.threshold(x, _limit(FLOOR, x), -math.inf).exp()
+    floor = _limit(FLOOR, x)
+    return nn.functional.threshold(x.clamp_min(floor - 1).exp(), math.exp(floor), 0.0)  # exp(-inf) takes longer
 
 
 def _limit(exponent: float, x: Tensor) -> float:
@@ -177,24 +178,30 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
     table = floored_exp(relative.clamp_min(-LARGEST_SPAN) if careful is None else relative)
-    features = torch.cat([weights * value, weights], -1)  # (..., T', N, c + k)
-    sums = (table @ features.flatten(-2)).unflatten(-1, features.shape[-2:])
-    width = value.shape[-1]
-    numerator, denominator = sums[..., :width], sums[..., width:]
+    numerator, denominator = ((table @ x.flatten(-2)).unflatten(-1, x.shape[-2:]) for x in (weights * value, weights))
     averages = Averages.of(numerator, denominator, maximum + largest.unsqueeze(-1))
     if masked or careful:
         lost = (
             (denominator.detach() < math.exp(_limit(LOST, key))) & (maximum > EMPTY) & (largest > EMPTY).unsqueeze(-1)
         )
-        blocks = lost.flatten(-3).any(-1)  # (...)
-        if read(blocks.any()):  # where all that a query sees is hidden, nothing is lost
+        heads = key.shape[-1]
+        count = read(lost.sum()) or 0
+        if 0 < count * value.shape[-3] * (value.shape[-1] // heads) <= key.numel():
+            *block, query, row, feature = place = lost.nonzero(as_tuple=True)
+            logits = bias.expand(*lost.shape[:-3], *bias.shape[-2:])[(*block, query)].double()  # (n, T')
+            logits = logits + key.movedim(-3, -1)[(*block, row, feature)]
+            values = value.movedim(-3, -1).unflatten(-2, (heads, -1))[(*block, row, feature)]
+            exact = total(logits[..., None, None], values.mT.unsqueeze(-2)).map(lambda x: x.flatten(1).to(key.dtype))
+            average = averages.average.unflatten(-1, (heads, -1)).index_put(place, exact.average)
+            return Averages(average.flatten(-2), averages.logsumexp.index_put(place, exact.logsumexp.squeeze(-1)))
+        if count:  # where all that a query sees is hidden, nothing is lost
             sees = (bias > -math.inf).to(key.dtype) @ (key > -math.inf).flatten(-2).to(key.dtype)
             nothing = lost & (sees == 0).view_as(lost)
             averages = averages._replace(logsumexp=averages.logsumexp.masked_fill(nothing, EMPTY))
-            blocks = (lost & ~nothing).flatten(-3).any(-1)
-        if read(blocks.any()):
-            place, shape = blocks.nonzero(as_tuple=True), (*blocks.shape, *bias.shape[-2:])
-            given = key[place], value[place], bias.expand(shape)[place]
+            lost = lost & ~nothing
+        if read(lost.any()):
+            place = lost.flatten(-3).any(-1).nonzero(as_tuple=True)
+            given = key[place], value[place], bias.expand(*lost.shape[:-3], *bias.shape[-2:])[place]
             if key.dtype == torch.float64:
                 exact = _averages_by_logits(*given)
             else:
