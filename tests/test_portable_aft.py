@@ -9,7 +9,7 @@ import torch
 import aft_hf.portable_aft as portable
 from aft_hf import AFTConv, AFTLocal, mixing_aft
 from aft_hf.mixing_aft import Mixing, Visibility, mix
-from aft_hf.position_biases_aft import Dense, GridKernel, LinearDecay, NoBias
+from aft_hf.position_biases_aft import Dense, GridKernel, LinearDecay, NoBias, Window
 
 
 WIDTH, GRID = 6, (9, 8)
@@ -148,3 +148,22 @@ def test_gradients_are_finite_where_a_query_sees_only_what_is_almost_lost():
     average = portable.block_sums(key, value, bias, masked=True).average
     gradients = torch.autograd.grad(average.sum(), [key, value, bias])
     assert average[0, 0] == 10.0 and all(x.isfinite().all() for x in gradients)
+
+
+def test_few_lost_queries_are_computed_again_alone(monkeypatch):
+    """A few queries of almost every chunk lose terms where keys and biases are wide."""
+    torch.manual_seed(0)
+    key, value = 30 * torch.randn(2, 1024, 16), torch.randn(2, 1024, 16)
+    u, v = 1.3 * torch.randn(2, 1, 1024, 32)
+    dtypes, block_sums = [], portable.block_sums
+
+    def counted(key, *arguments, **options):
+        dtypes.append(key.dtype)
+        return block_sums(key, *arguments, **options)
+
+    monkeypatch.setattr(portable, "block_sums", counted)
+    output = mix(Mixing(key, value, 1, Window(u, v, size=32)), "portable")
+    assert torch.float64 not in dtypes
+    exact_biases = Window(u.double(), v.double(), size=32)
+    exact = mix(Mixing(key.double(), value.double(), 1, exact_biases), "reference")
+    torch.testing.assert_close(output.double(), exact, atol=1e-4, rtol=0)
