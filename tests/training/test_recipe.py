@@ -36,6 +36,10 @@ def test_numbers_may_be_written_as_people_do(recipe):
     assert load_recipe(recipe, ["optimizer.learning_rate=1"]).optimizer.learning_rate == 1.0
 
 
+def test_the_precision_no_needs_no_quotes_though_yaml_reads_a_boolean(recipe):
+    assert load_recipe(recipe, ["mixed_precision=no"]).mixed_precision == "no"
+
+
 def test_overrides_reach_into_sections_and_come_after_smoke(recipe):
     small = load_recipe(recipe, ["model.num_hidden_layers=3", "data.train=a b"], smoke=True)
     assert small.model == {"architecture": "aft", "hidden_size": 32, "num_hidden_layers": 3}

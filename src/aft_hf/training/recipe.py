@@ -201,6 +201,11 @@ class Recipe(Section, Generic[DataType]):
     tracker: str | None = Field("tensorboard", description="Name of a tracker of Accelerate. null: no tracker.")
     output_dir: str = Field(description="Directory of the run. Default: outputs/FOLDER/NAME of the recipe's file.")
 
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _read_no(cls, precision: Any) -> Any:
+        return "no" if precision is False else precision  # YAML reads `no` as a boolean
+
     @field_validator("model")
     @classmethod
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
