@@ -589,4 +589,4 @@ def test_a_model_that_cannot_take_shards_is_an_error_before_training(tmp_path):
     values["model"] |= {"aft_type": "full"}
     assert finish(start(values, 2)) == [1, 1]
     message = (tmp_path / "run.error").read_text()
-    assert "a causal AFTFull cannot take a shard of a sequence" in message
+    assert "needs a model whose layers are of the aft_type simple, alibi, local or conv, got aft with full" in message

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
+from transformers import PreTrainedModel
 
 from ..parallel import average_over, context_parallel, local_shard, total_over
 from .recipe import Recipe
@@ -38,6 +39,15 @@ class ContextParallelGroup:
         # Every process must take part in creating every group.
         made = [distributed.new_group(range(i, i + size)) for i in range(0, processes, size)]
         return cls(size, processes // size, index, rank, made[index])
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a ValueError if the model does not support context parallelism."""
+        types = getattr(model.config, "layer_aft_types", ["no AFT"])
+        if self.size > 1 and not set(types) <= {"simple", "alibi", "local", "conv"}:
+            raise ValueError(
+                f"context_parallel={self.size} needs a model whose layers are of the aft_type simple, alibi, local or "
+                f"conv, got {model.config.model_type} with {', '.join(sorted(set(types)))}"
+            )
 
     def loss(self, task: Task, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of whole sequences; DDP and FSDP average its gradient over the processes."""

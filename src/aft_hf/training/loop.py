@@ -87,6 +87,7 @@ class Run(Training):
 
         torch.manual_seed(recipe.seed)
         model = task.build_model()
+        group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
         optimizer = build_adamw(model, recipe)
@@ -179,10 +180,8 @@ class Run(Training):
         """Run the forward and backward pass of the micro-batch `index` of the step, and the update after the last."""
         accelerator, clip, group = self.accelerator, self.recipe.max_grad_norm, self.context_group
         batch = next(self.batches)
-        # Of dropout, drop path and augmentation. Each shard of a sample has its own dropout.
-        place = (group.rank,) if group.size > 1 else ()
-        numbers = (self.recipe.seed, self.step, index * group.groups + group.index, *place)
-        torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
+        place = (group.rank,) if group.size > 1 else ()  # each shard of a sample has its own dropout
+        seed_random(self.recipe.seed, self.step, index * group.groups + group.index, *place)
         with accelerator.accumulate(self.model):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             loss = group.loss(self.task, self.model, batch)
@@ -323,6 +322,11 @@ class Run(Training):
         vars(self).clear()
         accelerator.free_memory()
         accelerator.end_training()
+
+
+def seed_random(*numbers: int) -> None:
+    """Seed the random numbers of dropout, drop path and augmentation from several numbers."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
 
 
 def join_processes() -> PartialState:
