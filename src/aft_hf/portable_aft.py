@@ -93,6 +93,8 @@ SMALLEST_TRIANGLE = 32
 def floored_exp(x: Tensor) -> Tensor:
     """exp(x), and 0 where x is below `FLOOR`."""
     floor = _limit(FLOOR, x)
+    if torch.compiler.is_exporting():
+        return nn.functional.threshold(x, floor, -math.inf).exp()  # fewer operations
     return nn.functional.threshold(x.clamp_min(floor - 1).exp(), math.exp(floor), 0.0)  # exp(-inf) takes longer
 
 
@@ -199,7 +201,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
             nothing = lost & (sees == 0).view_as(lost)
             averages = averages._replace(logsumexp=averages.logsumexp.masked_fill(nothing, EMPTY))
             lost = lost & ~nothing
-        if read(lost.any()):
+        if count and read(lost.any()):
             place = lost.flatten(-3).any(-1).nonzero(as_tuple=True)
             given = key[place], value[place], bias.expand(*lost.shape[:-3], *bias.shape[-2:])[place]
             if key.dtype == torch.float64:
