@@ -114,9 +114,9 @@ def measure_all(file: Path, cases: list[Case], options: Path | None, seconds: fl
         measure, file, cases, options, end - time.monotonic(), turns, seconds=end - time.monotonic() + LAST_ROW
     ):
         cases = remaining(file, cases)
-        if time.monotonic() > end:
+        if not cases or time.monotonic() > end:
             break
-        print(*[f"{case.name}: failed" for case in cases[:1]], sep="\n", flush=True)
+        print(f"{cases[0].name}: failed", flush=True)
         cases = cases[1:]
 
 

@@ -11,8 +11,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ON_NVIDIA = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
-# By default, Triton compiles a variant for each integer that is 1, a multiple of 16 or neither. The code is as good
-# without for these, which follow from lengths and batch sizes, and a program would compile for minutes.
+# Arguments that follow from lengths and batch sizes. By default, Triton compiles one variant of a kernel for 1, one
+# for multiples of 16, and one for other values. They have as many instructions, and take minutes to compile.
 COUNTS = ("B", "T", "P", "N", "NT", "S", "L", "each", "shift", "past", "positions", "w_row", "dw_part")
 kernel = triton.jit(do_not_specialize=(*COUNTS, "start", "length"))  # decorator
 
