@@ -132,7 +132,7 @@ def _confirmed(records: Records) -> list[Record]:
 def _runs(records: Records) -> str:
     final, all_of = len(_confirmed(records)), [record["identity"] is not None for record in records.all()]
     arms = Counter(record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES)
-    seeds = ", ".join(f"{n} ({count} arms)" for n, count in sorted(Counter(arms.values()).items()))
+    seeds = ", ".join(f"{n} ({count} arm{'s' * (count > 1)})" for n, count in sorted(Counter(arms.values()).items()))
     others = f"{sum(all_of) - final} chose a learning rate, and {all_of.count(False)} are earlier ones"
     return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}."
 

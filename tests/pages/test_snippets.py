@@ -165,7 +165,7 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
             continue
         start = max((start for start in SHORTER if snippet.code.startswith(start)), key=len, default=None)
         command = snippet.code if start is None else f"{snippet.code} {SHORTER[start]}"
-        command = command.replace("--nproc-per-node 4", "--nproc-per-node 2")
+        command = command.replace("--nproc-per-node 4", "--nproc-per-node 2")  # as many as a small machine has cores
         if snippet.language == "python":
             registers = re.search(r"^(import|from) aft_hf|trust_remote_code=True", command, re.MULTILINE)
             assert registers or not re.search(r"\bAuto[A-Z]|\bpipeline\(", command), f"{snippet} lacks import aft_hf"
