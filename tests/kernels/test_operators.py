@@ -266,6 +266,7 @@ HOSTILE |= {
     "biases of 300": scaled(1.0, 300.0),
     "biases of 300 and keys x 90": scaled(90.0, 300.0),
     "biases of 300 against keys of 200": lambda p: one_key(20, 200.0)(scaled(1.0, 300.0)(p)),
+    "keys that grow": lambda p: p._replace(key=p.key + torch.linspace(0, 900, p.key.shape[1])[:, None]),
     "hidden keys": one_key(slice(3, 20), -math.inf),
     "hidden first keys": one_key(slice(0, 9), -math.inf),
     "values with an offset": lambda p: p._replace(value=p.value + 100),

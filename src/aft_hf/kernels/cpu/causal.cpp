@@ -20,7 +20,7 @@ class Forward : public CausalColumn<S> {
     for (int64_t t = begin; t < end; t += this->chunk) {
       const int count = int(std::min<int64_t>(this->chunk, end - t));
       this->read(t, count, reach);
-      this->queries(t - begin, count, vf{}, [&](int i, const Sums& sums) {
+      this->queries(t - begin, count, vf{}, splat(INFINITY), [&](int i, const Sums& sums) {
         this->write(p.output, t + i, gated(t + i, sums.average()));
         return vf{};
       });

@@ -8,9 +8,8 @@
 //
 // exp(K) is kept as m 2^n (`split_exp`). A chunk of tokens first takes one exponent for all: the largest n of a key
 // that any of its queries may see. All terms are then scaled by 2^-n, and the sums are plain products. If they are not
-// exact, because a denominator is too small (SMALLEST) or a number is not finite, all queries of the chunk are
-// computed again, each with an exponent of its own. That takes about twice the time, for this chunk and vector of
-// features only.
+// exact, because a denominator is too small (SMALLEST), the queries of the tile are computed again, each with an exponent
+// of its own, which takes several times as long; those of the chunk, if a number is not finite.
 #pragma once
 
 #include <vector>
@@ -21,6 +20,8 @@ namespace aft {
 
 constexpr int CHUNK = 128;      // queries per chunk
 constexpr int PAD = TILE - 1;   // zeros on both sides of a row of weights
+constexpr int ROOM = 32;        // log2 of the largest exp(K), and of the largest exp(w), so that fewer terms underflow
+constexpr unsigned ALL = ~0u;   // all tiles of a chunk, a bit each
 
 struct CausalProblem : Problem {
   int64_t window;                 // s
@@ -86,8 +87,8 @@ void keep_tokens(const CausalProblem& p, int64_t row, int64_t head) {
   keep(p.value, p.features(), p.values);
 }
 
-// exp(w - M) for each row of w, where M is a multiple of ln 2, at least the largest w of the row. An entry is a number,
-// or a vector if columns mix heads.
+// exp(w - M) for each row of w, where M is a multiple of ln 2, so that the largest is about 2^ROOM. An entry is a
+// number, or a vector if columns mix heads.
 class Weights {
  public:
   explicit Weights(const CausalProblem& problem)
@@ -115,7 +116,7 @@ class Weights {
     const float none = 0.0f, *w = p.bias ? p.bias + r * p.window : &none;
     float top = p.hides_outside ? -LARGEST : 0.0f;
     for (int64_t i = 0; i < p.window; ++i) top = std::max(top, std::min(w[i], LARGEST));
-    const vf most = splat(std::nearbyint(top * LOG2_E));
+    const vf most = splat(std::nearbyint(top * LOG2_E) - ROOM);
     float *weights = &table_[r * stride], *first = weights + PAD;
     for (int64_t i = 0; i < p.window; i += VL) {
       const int count = part(p.window - i);
@@ -215,34 +216,41 @@ class CausalColumn {
   // ------------------------------------------------------------------------------------------------------------- sums
 
   // Calls emit(i, sums) for the queries of a chunk, whose first one has a position in its document, and sets the far
-  // sums to those of the next chunk. Values count from `center`. Returns whether the fast way was exact, and what `emit`
-  // returned was finite: all sums are then divided by 2^top exp(M). Otherwise, each query has an exponent of its own, and
-  // `emit` is called again.
+  // sums to those of the next chunk. Values count from `center`. Returns the lost tiles, a bit each: those whose sums
+  // are not exact the fast way, or for which what `emit` returned was not finite. `emit` is called again for their
+  // queries, which have exponents of their own; the sums of the others are divided by 2^top exp(M). All tiles are lost
+  // if top is above a `limit`.
   template <class Emit>
-  bool queries(int64_t position, int count, vf center, const Emit& emit) {
+  unsigned queries(int64_t position, int count, vf center, vf limit, const Emit& emit) {
     position_ = position, split_ = nullptr;  // columns of a group share the memory
     for (int i = 0; i < count + PAD; ++i) weights_of_[i] = weights_.row(row, at, position + i);
-    bool exact = false;
+    unsigned lost = ALL;
     Sums later = far;
     if (count > 1) {
       scale(count, center);
       later.take_exponent(top);
-      exact = weights_.vectors ? tiles<true>(count, later, emit) : tiles<false>(count, later, emit);
+      if (!any(top > limit))
+        lost = weights_.vectors ? tiles<true>(count, later, emit) : tiles<false>(count, later, emit);
     }
-    for (int i = 0; i < count && !exact; ++i) {
-      split_weights(i);
-      emit(i, careful_sums(far, [&](auto visit) {
-        for (int j = 0; j <= reach; ++j) visit(careful_weight(i, j), load(v + (i + j) * VL) - center);
-      }));
-      take_in(i, i + 1, center);
-    }
-    if (exact && any(later.denominator < SMALLEST))
-      take_in(0, count, center);
-    else if (exact)
+    if (lost == 0 && !any(later.denominator < SMALLEST)) {
       far = later;
+    } else {
+      int known = 0;  // tokens of the chunk in the far sums
+      for (int i = 0; i < count; ++i) {
+        if (!is_lost(lost, i)) continue;
+        split_weights(i);
+        take_in(std::exchange(known, i), i, center);
+        emit(i, careful_sums(far, [&](auto visit) {
+          for (int j = 0; j <= reach; ++j) visit(careful_weight(i, j), load(v + (i + j) * VL) - center);
+        }));
+      }
+      take_in(known, count, center);
+    }
     finish(count);
-    return exact;
+    return lost;
   }
+
+  static bool is_lost(unsigned tiles, int i) { return tiles >> i / TILE & 1; }
 
   // Prepares the far sums for the next chunk, after those of a chunk are complete.
   void finish(int count) {
@@ -282,7 +290,7 @@ class CausalColumn {
 
   // Adds the entries begin .. end - 1 to the far sums.
   void take_in(int begin, int end, vf center) {
-    if (p.hides_outside) return;
+    if (p.hides_outside || begin == end) return;
     far.add(careful_sums({}, [&](auto visit) {
       for (int i = begin; i < end; ++i) visit({load(m + i * VL), load(n + i * VL)}, load(v + i * VL) - center);
     }));
@@ -305,6 +313,7 @@ class CausalColumn {
     hide(reach + count, end);
     top = far.n;
     for (int i = 0; i < end; ++i) top = max(top, load(n + i * VL));
+    top -= float(ROOM);
     for (int i = 0; i < end; ++i) {
       const vf weight = scaled(load(m + i * VL), load(n + i * VL) - top);
       store(e + i * VL, weight);
@@ -314,7 +323,8 @@ class CausalColumn {
 
   // `queries` the fast way, tile by tile. `later` are the far sums of the first query, then of that after the last.
   template <bool VECTORS, class Emit>
-  bool tiles(int count, Sums& later, const Emit& emit) {
+  unsigned tiles(int count, Sums& later, const Emit& emit) {
+    unsigned lost = 0;
     Sums own;  // of the chunk, not added to earlier chunks one by one: rounding errors grow with the chunks
     for (int i = 0; i < count; i += TILE) {
       const int rows = std::min(TILE, count - i);
@@ -345,13 +355,16 @@ class CausalColumn {
       }
       vf smallest = denominator[0], sum = numerator[0];
       for (int u = 1; u < rows; ++u) smallest = min(smallest, denominator[u]), sum += numerator[u];
-      if (any((smallest < SMALLEST) | (sum * 0.0f != 0.0f))) return false;
+      if (any(sum * 0.0f != 0.0f)) return ALL;
       vf emitted = {};
-      for (int u = 0; u < rows; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
-      if (any(emitted - emitted != 0.0f)) return false;
+      if (any(smallest < SMALLEST * (1ll << ROOM)))
+        lost |= 1u << i / TILE;
+      else
+        for (int u = 0; u < rows; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
+      if (any(emitted - emitted != 0.0f)) return ALL;
     }
     later.add({own.numerator, own.denominator, top});
-    return true;
+    return lost;
   }
 
   const Weights& weights_;

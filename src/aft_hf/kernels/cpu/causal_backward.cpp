@@ -38,6 +38,7 @@ class Backward {
     key_gradient_ = key_gradient;
     Scratch scratch = scratch_;
     dkey_ = scratch.take(size_), dvalue_ = scratch.take(size_), n_ = scratch.take(CHUNK);
+    lost_a_ = scratch.take(CHUNK), lost_b_ = scratch.take(CHUNK);
     products_ = scratch.take(window_ + VL), tile_ = scratch.take(TILE * weights_.stride + VL);
     float* shared = scratch.take(CausalColumn<S>::vectors(p));
     columns_.clear();
@@ -60,7 +61,7 @@ class Backward {
   static int64_t vectors(const CausalProblem& p) {
     const int64_t size = CausalColumn<S>::entries(p), column = 4 * size + 2 * p.window;
     const int64_t tile = TILE * (p.window + 2 * PAD + 1) + VL, products = p.window + VL;
-    return 2 * size + CHUNK + products + tile + CausalColumn<S>::vectors(p) + GROUP * column;
+    return 2 * size + 3 * CHUNK + products + tile + CausalColumn<S>::vectors(p) + GROUP * column;
   }
 
   static void clear(float* x, int64_t count) { memset(x, 0, count * VL * sizeof(float)); }
@@ -114,7 +115,10 @@ class Backward {
     if (count == sums.chunk) later.divide(sums.growth(count));
 
     clear(column.a + count * VL, PAD), clear(column.b + count * VL, PAD);
-    column.is_exact = sums.queries(t - begin, count, center, [&](int i, const Sums& of_query) {
+    // With a larger exponent, the sums over later queries would overflow.
+    const vi no_later = (later.numerator == 0.0f) & (later.denominator == 0.0f);
+    const vf limit = no_later ? splat(INFINITY) : 60.0f - later.n;
+    const unsigned lost = sums.queries(t - begin, count, center, limit, [&](int i, const Sums& of_query) {
       const vf average = of_query.average(), offset = of_query.denominator == 0.0f ? vf{} : center;
       const vf a = of_query.divided(gradient_of_average(column, t + i, average + offset));
       store(column.a + i * VL, a), store(column.b + i * VL, -a * average), store(n_ + i * VL, of_query.n);
@@ -123,13 +127,24 @@ class Backward {
 
     memcpy(dkey_ + count * VL, column.key_carry, reach_ * VL * sizeof(float));
     memcpy(dvalue_ + count * VL, column.value_carry, reach_ * VL * sizeof(float));
-    column.is_exact = column.is_exact && !any(later.n + sums.top > 60.0f);  // the sums would overflow
-    if (!column.is_exact)
-      careful_gradients(column, t - begin, count);
-    else if (weights_.vectors)
-      gradients_of_keys<true>(column, count);
-    else
-      gradients_of_keys<false>(column, count);
+    for (int i = 0; i < count; ++i) {
+      if (!sums.is_lost(lost, i)) continue;
+      store(lost_a_ + i * VL, load(column.a + i * VL)), store(lost_b_ + i * VL, load(column.b + i * VL));
+      clear(column.a + i * VL, 1), clear(column.b + i * VL, 1);
+    }
+    column.is_exact = lost != ALL;
+    if (!column.is_exact) {
+      clear(dkey_, count), clear(dvalue_, count);
+      careful_gradients(column, t - begin, count, lost, later);
+    } else {
+      if (weights_.vectors)
+        gradients_of_keys<true>(column, count);
+      else
+        gradients_of_keys<false>(column, count);
+      Sums of_lost;
+      if (lost) careful_gradients(column, t - begin, count, lost, of_lost);
+      later.add(of_lost);
+    }
     memcpy(column.key_carry, dkey_, reach_ * VL * sizeof(float));
     memcpy(column.value_carry, dvalue_, reach_ * VL * sizeof(float));
     const vf b = max(later.numerator, -later.numerator), a = max(later.denominator, -later.denominator);
@@ -196,14 +211,13 @@ class Backward {
     later.add({own.numerator, own.denominator, later.n});
   }
 
-  // The same, and the gradients of w, if queries have exponents of their own.
-  void careful_gradients(BackwardColumn<S>& column, int64_t position, int count) {
+  // Adds the gradients of the keys and values of the buffer, and of w, from the lost queries, and from `later` ones.
+  void careful_gradients(BackwardColumn<S>& column, int64_t position, int count, unsigned lost, Sums& later) {
     CausalColumn<S>& sums = column.sums;
-    Sums& later = column.later;
-    clear(dkey_, count), clear(dvalue_, count);
     for (int i = 0; i < count; ++i) {
+      if (!sums.is_lost(lost, i)) continue;
       sums.split_weights(i);
-      const vf a = load(column.a + i * VL), b = load(column.b + i * VL), n = load(n_ + i * VL);
+      const vf a = load(lost_a_ + i * VL), b = load(lost_b_ + i * VL), n = load(n_ + i * VL);
       for (int j = 0; j < window_; ++j) {
         const int64_t at = (i + j) * VL;
         const Scaled key = sums.careful_weight(i, j);
@@ -225,7 +239,8 @@ class Backward {
       const vf b = key == 0.0f ? vf{} : scaled(key * later.numerator, n);
       add(dvalue_ + at, a);
       add(dkey_ + at, a * (load(sums.v + at) - column.center) + b);
-      const vf a_of_query = load(column.a + at), b_of_query = load(column.b + at);
+      if (!sums.is_lost(lost, i)) continue;
+      const vf a_of_query = load(lost_a_ + at), b_of_query = load(lost_b_ + at);
       const vf own = a_of_query == 0.0f ? splat(NEVER) : -load(n_ + at);
       later.take_exponent(max(later.n, own));
       later.denominator += scaled(a_of_query, own - later.n);
@@ -306,7 +321,7 @@ class Backward {
   std::vector<BackwardColumn<S>> columns_;
   std::vector<Sums> states_;  // the far sums of each chunk and column
   float *dkey_, *dvalue_;     // gradients of the entries of the buffer
-  float *n_;                  // exponents of the queries of the chunk
+  float *n_, *lost_a_, *lost_b_;  // exponents of the queries of the chunk, and a and b of lost ones
   float *tile_, *products_;   // gradients of w as vectors of features, of sums with one exponent and of careful ones
 };
 
