@@ -132,6 +132,28 @@ def test_a_mask_takes_keys_out_of_eq_2(structure, rows):
     assert_gradients_near(output, expected, mixer, x)
 
 
+@structures(TYPICAL)
+def test_nan_that_is_hidden_from_a_query_does_not_reach_it(structure):
+    mixer, x = build(structure), torch.randn(1, 4, WIDTH)
+    x[0, 2], mask = torch.nan, torch.ones(1, 4, 4, dtype=torch.bool)
+    mask[:, 3, 2] = mask[:, :2, 2] = False
+    for output in (mixer(x, attention_mask=mask), mixer(x, attention_mask=mask, output_attentions=True)[0]):
+        assert output.isnan().any(-1).tolist() == [[False, False, True, False]]
+    x = torch.randn(1, 35, WIDTH)
+    x[0, 0] = torch.nan
+    with_attentions = mixer(x, output_attentions=True, **with_grid(mixer, 35))[0].isnan()
+    assert with_attentions.equal(mixer(x, **with_grid(mixer, 35)).isnan())
+
+
+@pytest.mark.parametrize("backend", contract.NAMED, ids=str)
+@structures(TYPICAL)
+def test_a_sequence_of_one_token_gives_every_parameter_a_gradient(structure, backend):
+    mixer = contract.build(structure, backend=backend)
+    mixer(torch.randn(2, 1, WIDTH)).sum().backward()
+    for name, parameter in mixer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
 @structures(TYPICAL_SEQUENCES)
 @pytest.mark.parametrize("rows", (1, 2))
 def test_position_ids_choose_the_position_biases(structure, rows):

@@ -284,6 +284,15 @@ class AFTLayerState(CacheLayerMixin):
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
 
+def longest_row(length: int, limit: int | None, visibility: Visibility | None, state: Any) -> int | None:
+    """Return the number of tokens of the longest row or document after `length` new tokens, to be compared with a
+    limit of positions; None if the host does not know it.
+    """
+    if visibility is not None and visibility.is_packed:
+        return visibility.longest
+    return length if state is None or limit is None else state.tokens_after(length, limit)
+
+
 class AFTCache(Cache):
     """The generation cache of a model, with one `AFTLayerState` for each layer. `AFTModel.new_cache` creates one.
 

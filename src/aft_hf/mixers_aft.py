@@ -14,10 +14,10 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from .caching_aft import AFTLayerState
+from .caching_aft import AFTLayerState, longest_row
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .mixing_aft import Mixing, Visibility, mix, mixing_weights, uses_operator
-from .portable_aft import LARGEST_SPAN, hide, read
+from .portable_aft import LARGEST_SPAN, read
 from .position_biases_aft import (
     Dense,
     GridKernel,
@@ -181,11 +181,7 @@ class AFTMixer(nn.Module):
             pair_mask = attention_mask.bool()
         elif attention_mask is not None:
             visibility = Visibility.of(attention_mask, may_wait=False)
-        longest: int | None = max(key.shape[1], query.shape[1])
-        if visibility is not None and visibility.is_packed:
-            longest = visibility.longest
-        elif state is not None and self.max_positions is not None:
-            longest = state.tokens_after(query.shape[1], self.max_positions)
+        longest = longest_row(max(key.shape[1], query.shape[1]), self.max_positions, visibility, state)
         _, grid_size = self._check_size(longest or 1, grid_size)
         project, activation = self.q_proj, self.query_activation
         gate = None if project is None else project(query)
@@ -202,13 +198,12 @@ class AFTMixer(nn.Module):
             given = key, value, self.num_heads, self.biases(query, grid_size), self.causal, queries, visibility
             problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
             if output_attentions:
-                attentions = _attentions(problem if state is None else state.record(problem), gate, queries)
+                attentions, values = _attentions(problem if state is None else state.record(problem), gate, queries)
             if attentions is None or state is not None:
                 context = self.mix(problem, state)
                 context = context if gate is None or fused else gate * context
             else:  # the output is computed from the attention, gate included, so that gradients reach the attention
-                _, hidden = (key, value) if visibility is None else hide(key, value, ~visibility.real.unsqueeze(-1))
-                context = torch.einsum("bdts,bsd->btd", attentions, widen(hidden))
+                context = (attentions * values).sum(-1).mT
             context = context.to(value.dtype)
         output = self.o_proj(context)
         if output is context and context.requires_grad:
@@ -299,12 +294,14 @@ def _warn_once(message: str) -> bool:
     return True
 
 
-def _attentions(problem: Mixing, gate: Tensor | None, queries: int) -> Tensor:
-    """Eq. 3 for the last queries, (B, d, T, T'), including the gate."""
+def _attentions(problem: Mixing, gate: Tensor | None, queries: int) -> tuple[Tensor, Tensor]:
+    """Eq. 3 for the last queries, (B, d, T, T'), including the gate, and the values of the keys, 0 where hidden."""
     bias, visible = (x if x is None else x[..., -queries:, :] for x in problem.table())
+    values = widen(problem.value).mT.unsqueeze(-2)
+    values = values if visible is None else values.masked_fill(~visible, 0.0)  # hidden ones may be NaN
     weights = mixing_weights(problem.by_head()[0], bias, visible)  # (B, h, k, T, T')
     weights = weights.expand(-1, -1, problem.value.shape[-1] // problem.num_heads, -1, -1).flatten(1, 2)
-    return weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights
+    return (weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights), values
 
 
 class AFTSimple(AFTMixer):

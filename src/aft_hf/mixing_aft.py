@@ -258,6 +258,8 @@ class Mixing:
             queries = keys if in_order else queries.expand(len(keys), -1)
             in_order = False
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
+        if self.biases.hides_outside:
+            masks.append((bias > -math.inf).all(-3))
         return bias, reduce(torch.bitwise_and, masks).unsqueeze(1) if masks else None
 
 
@@ -390,7 +392,7 @@ def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start
 def _pairwise(problem: Mixing) -> Tensor:
     """Compute Eq. 2 from the table and the mask of all pairs."""
     by_head = portable_by_head(problem.key, problem.value, problem.num_heads)
-    average = pairwise(*by_head, *problem.table(), problem.biases.hides_outside)
+    average = pairwise(*by_head, *problem.table())
     return finish(problem.query, average, problem.value.dtype)
 
 

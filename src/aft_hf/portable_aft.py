@@ -65,10 +65,10 @@ def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
 # -------- partial sums. Keys are (..., T, N, k), values and averages (..., T, N, c), for N rows that share w
 
 
-# The logarithm of a sum over nothing. It is finite, so that the difference of two of them is finite.
+# The logarithm of a sum over nothing. It is finite, so that the difference of two is finite.
 EMPTY = -1e30
 
-# exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers, and for products with them.
+# exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers and their products.
 # This and the next two limits are for float32; those of float64 are `FARTHER` times as large.
 FLOOR = -82.0
 
@@ -80,13 +80,13 @@ SMALLEST = -70.0
 
 FARTHER = 8.0
 
-# Where values cannot be read, biases are raised to the largest bias in their row of a table minus this.
+# Where values cannot be read, biases are raised to the largest one of their row minus this.
 LARGEST_SPAN = 65.0
 
-# Maximum number of logits that are computed at once.
+# Maximum number of logits at once.
 LOGITS_AT_ONCE = 2**22
 
-# Triangles of at most this many positions are computed as one block.
+# Triangles of at most this many positions are one block.
 SMALLEST_TRIANGLE = 32
 
 
@@ -137,14 +137,14 @@ class Averages(NamedTuple):
         larger = torch.where(own, self.logsumexp, other.logsumexp) - torch.where(own, 1 - weight, weight).log()
         return Averages(torch.lerp(self.average, other.average, weight), larger)
 
-    def delayed(self, count: int) -> "Averages":
-        """Move the averages by `count` positions towards the end, which drops the last ones."""
-        return Averages(*pad_positions(*self[::-1], -count, count, EMPTY)[::-1])
+    def padded(self, after: int, before: int = 0) -> "Averages":
+        """Append and prepend averages over nothing; negative numbers remove."""
+        return Averages(*pad_positions(*self[::-1], after, before, EMPTY)[::-1])
 
 
 def total(key: Tensor, value: Tensor) -> Averages:
     """Average over all positions, for queries that all see the same logits: (..., 1, N, c)."""
-    if key.shape[-3] == 1:
+    if key.shape[-3] == 1 and not key.requires_grad:  # else its gradient would be None, and is 0
         return Averages(value, key.clamp_min(EMPTY))
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
@@ -286,18 +286,17 @@ def prefix_sums(sums: Averages, decay: Tensor | None = None) -> Averages:
         return _exported_prefix_sums(sums, decay)
     length = sums.logsumexp.shape[1]
     if length == 1:
-        return sums
+        return total(*sums[::-1])
     if length % 2:
-        padded = Averages(*pad_positions(*sums[::-1], 1, hidden=EMPTY)[::-1])
         longer = decay if decay is None or decay.shape[1] == 1 else nn.functional.pad(decay, (0, 0, 0, 0, 0, 1))
-        return prefix_sums(padded, longer).map(lambda x: x.narrow(1, 0, length))
+        return prefix_sums(sums.padded(1), longer).map(lambda x: x.narrow(1, 0, length))
     first, second = (Averages(*x) for x in zip(*(x.unflatten(1, (-1, 2)).unbind(2) for x in sums)))
     both = to_first = to_second = decay
     if decay is not None:
         to_first, to_second = (decay, decay) if decay.shape[1] == 1 else decay.unflatten(1, (-1, 2)).unbind(2)
         both = to_first + to_second
     seconds = prefix_sums(_decayed(first, to_second).merge(second), both)
-    firsts = _decayed(seconds.delayed(1), to_first).merge(first)
+    firsts = _decayed(seconds.padded(-1, 1), to_first).merge(first)
     return Averages(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(firsts, seconds)))
 
 
@@ -322,10 +321,9 @@ def _exported_prefix_sums(sums: Averages, decay: Tensor | None) -> Averages:
         bias = (rate * lag).to(sums.logsumexp.dtype).masked_fill(lag > 0, -math.inf)
         return _averages_by_logits(sums.logsumexp, sums.average, bias)
 
-    padded = Averages(*pad_positions(*sums[::-1], padding, hidden=EMPTY)[::-1])
-    inside = inclusive(padded.map(lambda x: x.unflatten(1, (-1, size))), rate)  # (L, n, C, N, c)
+    inside = inclusive(sums.padded(padding).map(lambda x: x.unflatten(1, (-1, size))), rate)  # (L, n, C, N, c)
     totals = inside.map(lambda x: x[:, :, -1].unsqueeze(1))  # (L, 1, n, N, c)
-    before = inclusive(totals, size * rate).delayed(1).map(lambda x: x.squeeze(1).unsqueeze(2))
+    before = inclusive(totals, size * rate).padded(-1, 1).map(lambda x: x.squeeze(1).unsqueeze(2))
     steps = torch.arange(-1, -size - 1, -1, device=device).view(-1, 1, 1)
     return inside.merge(before.shifted(rate.unsqueeze(1) * steps)).map(lambda x: unpadded(x, padding))
 
@@ -499,7 +497,7 @@ def _far_sums(key: Tensor, value: Tensor, first: Tensor | None) -> Averages:
     """
     chunks, size = key.shape[1:3]
     if first is None:
-        return prefix_sums(total(key, value).map(lambda x: x.squeeze(2))).delayed(2).map(lambda x: x.unsqueeze(2))
+        return prefix_sums(total(key, value).map(lambda x: x.squeeze(2))).padded(-2, 2).map(lambda x: x.unsqueeze(2))
     heads, tokens = len(key) // len(first), torch.arange(chunks * size, device=key.device)
     starts = first.unflatten(1, (-1, size)).repeat_interleave(heads, 0)  # (L, n, C)
     begin = tokens[::size].view(-1, 1)  # of each chunk
@@ -507,7 +505,7 @@ def _far_sums(key: Tensor, value: Tensor, first: Tensor | None) -> Averages:
     earlier = (tokens.view(chunks, size) < starts[..., -1:])[..., None, None]
     totals = total(*hide(key, value, earlier)).map(lambda x: x.squeeze(2))
     decay = (starts[..., -1:] >= begin).to(key.dtype).unsqueeze(-1) * -EMPTY  # (L, n, 1, 1)
-    sums = prefix_sums(totals, decay).delayed(2).map(lambda x: x.unsqueeze(2))
+    sums = prefix_sums(totals, decay).padded(-2, 2).map(lambda x: x.unsqueeze(2))
     hidden = (starts >= begin - size)[..., None, None]
     return Averages(*(x.expand(-1, -1, size, -1, -1) for x in sums)).hidden(hidden)
 
@@ -618,8 +616,8 @@ def window(biases: PositionBias, key: Tensor, value: Tensor) -> Tensor:
     sums = block_sums(keys, values, tables.transpose(0, 1), masked=hides_outside)
     if not hides_outside:
         totals = total(*(x.unflatten(1, (-1, size)) for x in own)).map(lambda x: x.squeeze(2))
-        before = prefix_sums(totals).delayed(2)
-        after = prefix_sums(totals.map(lambda x: x.flip(1))).delayed(2).map(lambda x: x.flip(1))
+        before = prefix_sums(totals).padded(-2, 2)
+        after = prefix_sums(totals.map(lambda x: x.flip(1))).padded(-2, 2).map(lambda x: x.flip(1))
         sums = sums.merge(before.merge(after).map(lambda x: x.unsqueeze(2)))
     return unpadded(sums.average, chunks * size - length).permute(2, 0, 1, 3)
 
@@ -656,13 +654,12 @@ def table(query: Tensor | None, key: Tensor, value: Tensor, bias: Tensor, causal
     return finish(query, average.permute(2, 0, 1, 3), value.dtype)
 
 
-def pairwise(key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None, hides_outside: bool = False) -> Tensor:
-    """Compute Eq. 2 with any table (B or 1, h, T, T') and any mask (B or 1, 1, T, T'), where None hides nothing:
-    (B, h, T, c) from keys (B, h, T', k) and values (B, h, T', c). `hides_outside` says whether w may be -inf.
+def pairwise(key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None) -> Tensor:
+    """Compute Eq. 2 with a table (B or 1, h, T, T') and a mask (B or 1, 1, T, T'), None if no w is -inf: (B, h, T, c)
+    from keys (B, h, T', k) and values (B, h, T', c).
     """
-    masked = visible is not None or hides_outside
-    if visible is not None:
-        bias = bias.masked_fill(~visible, -math.inf)
+    masked = visible is not None
+    bias = bias if visible is None else bias.masked_fill(~visible, -math.inf)
     if len(bias) == 1:
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         return block_sums(key, value, bias.squeeze(0), masked=masked).average.permute(2, 0, 1, 3)
