@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation import GenerationConfig, GenerationMixin
@@ -31,13 +30,14 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.vit.modeling_vit import ViTMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, is_torchdynamo_compiling, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .caching_aft import AFTCache, AFTLayerState
+from .caching_aft import AFTCache, AFTLayerState, longest_row
 from .configuration_aft import AFTConfig, pair
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
 from .mixing_aft import PACKING_INPUTS, Visibility, visibility_of
@@ -86,15 +86,10 @@ class AFTTextEmbeddings(nn.Module):
         if self.position_embeddings is None:
             return self.dropout(inputs_embeds)
         length = inputs_embeds.shape[1]
-        start: Tensor | int = 0
-        longest: int | None = length
-        is_packed = visibility is not None and visibility.is_packed
-        if visibility is not None and is_packed:
-            longest = visibility.longest
-        elif state is not None and state.is_initialized:
-            start, longest = state.seen[:, None], state.tokens_after(length, self.max_positions)
+        start = state.seen[:, None] if state is not None and state.is_initialized else 0
+        longest = longest_row(length, self.max_positions, visibility, state)
         if longest is not None and longest > self.max_positions:
-            kind = "document" if is_packed else "sequence"
+            kind = "document" if visibility is not None and visibility.is_packed else "sequence"
             limit = f"max_position_embeddings={self.max_positions}"
             raise ValueError(f"a {kind} of {longest} tokens is longer than {limit}")
         # Positions in the sequence or document, (B or 1, T), do not count padding.
@@ -187,20 +182,6 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
     return mixer(config.hidden_size, **options)
 
 
-class AFTMLP(nn.Module):
-    """MLP of two linear layers with an activation function between them."""
-
-    def __init__(self, config: AFTConfig):
-        super().__init__()
-        intermediate_size = cast(int, config.intermediate_size)  # the config has filled it in
-        self.fc1 = nn.Linear(config.hidden_size, intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(intermediate_size, config.hidden_size)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(hidden_states)))
-
-
 class AFTLayer(GradientCheckpointingLayer):
     """One layer, a pre-norm Transformer block: x + mixer(norm(x)), then x + MLP(norm(x))."""
 
@@ -210,7 +191,7 @@ class AFTLayer(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         self.mixer = build_mixer(config, layer_idx)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = AFTMLP(config)
+        self.mlp = ViTMLP(config)  # type: ignore[arg-type]  # it needs any config with these sizes
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         # Stochastic depth: drops the branch of random samples, and scales up the remaining ones.
         self.drop_path = nn.Dropout1d(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
