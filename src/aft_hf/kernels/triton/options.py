@@ -33,14 +33,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sweep_kernel": {
         "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
         "bfloat16 sm_100": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},  # with 2 warps, it spills registers there
-        # With more stages, it spills registers on sm_90
-        "float32": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32x3"},
+        # With more features, it spills registers except on sm_90, and there with more stages
+        "float32": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
+        "float32 sm_90": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {
         "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},  # "bf16" spills registers
         "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
         "bfloat16 sm_100": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
-        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+        "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # with more features, as above
+        "float32 sm_90": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
         "documents": {"num_warps": 4},
     },
     # BW: keys of the window at once
