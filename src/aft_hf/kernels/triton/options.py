@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},
         "bfloat16 sm_100": {"BD": 32, "num_warps": 8, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
+        "float32 sm_100": {"BD": 32, "num_warps": 8, "PRECISION": "tf32x3"},
     },
     # The products of grids and tables
     "product": {
