@@ -144,6 +144,7 @@ def test_a_file_without_a_state_dict_and_a_truncated_one_are_refused(tmp_path):
         (lambda t: t.update({"blocks.9.ls1.gamma": torch.zeros(24)}), "once: blocks.9.ls1.gamma"),
         (lambda t: t.update({"layers.0.mlp.fc1.bias": torch.zeros(MLP)}), "fc1.bias .* under two names"),
         (lambda t: t.update({"pos_embed": torch.zeros(1, 15, 24)}), "give source_image_size"),
+        (lambda t: t.update({"pos_embed": torch.zeros(1).expand(1, 10**11, 24)}), "pos_embed has more elements than"),
     ],
 )
 def test_a_file_that_is_no_plain_deit_is_refused_by_the_tensor(tmp_path, change, message):

@@ -56,6 +56,26 @@ def shared_tags(count: int, length: int, order: str = "<", magic: bytes = b"II*\
     return content + bytes(length - len(content))
 
 
+def exif_in_parts(count: int) -> bytes:
+    """Return a JPEG whose EXIF data are in several segments, each of 60,000 bytes."""
+    content, data = encoded("JPEG"), b"Exif\0\0MM\0*" + bytes(60_000)
+    return content[:2] + (b"\xff\xe1" + struct.pack(">H", len(data) + 2) + data) * count + content[2:]
+
+
+def exif_at_the_end(length: int) -> bytes:
+    """Return a PNG whose EXIF data follow its pixels."""
+    content = encoded("PNG")
+    end = content.rindex(b"IEND") - 4
+    return content[:end] + chunk(b"eXIf", b"MM\0*" + bytes(length)) + content[end:]
+
+
+def comment_in_parts(count: int) -> bytes:
+    """Return a GIF with a comment of parts of one byte."""
+    content = encoded("GIF", Image.new("L", (4, 6)))
+    image = content.index(b",\0\0\0\0")
+    return content[:image] + b"!\xfe" + b"\1a" * count + b"\0" + content[image:]
+
+
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
 # Content of a file, and part of the message about it.
 BAD = {
@@ -65,9 +85,12 @@ BAD = {
     "a truncated JPEG": (encoded("JPEG", Image.effect_noise((64, 64), 90).convert("RGB"))[:700], "truncated"),
     "169 million pixels": (black(13000, 13000), "13000 x 13000 pixels; at most 67 million"),
     "a JPEG of 101 scans": (repeated_scans(101), "is a JPEG of 101 scans; at most 100 are read"),
-    "a TIFF of shared tags": (shared_tags(20, 1000), "is a TIFF whose tags have more values than the file has bytes"),
-    "a big TIFF of shared tags": (shared_tags(20, 1000, ">", b"MM\0+"), "is a TIFF whose tags have more values"),
+    "a TIFF of shared tags": (shared_tags(200, 10_000), "more values than the file has bytes"),
+    "a big TIFF of shared tags": (shared_tags(200, 10_000, "<", b"II+\0"), "header has more values than the file"),
+    "a GIF with a long comment": (comment_in_parts(100_000), "its header has more values than the file has bytes"),
     "much EXIF data": (encoded("PNG", exif=b"Exif\0\0" + bytes(2**17)), "has more than 131072 bytes of EXIF data"),
+    "much EXIF data in segments": (exif_in_parts(3), "has more than 131072 bytes of EXIF data"),
+    "much EXIF data at the end": (exif_at_the_end(2**17), "has more than 131072 bytes of EXIF data"),
     "4e18 pixels": (black(2**31 - 1, 2**31 - 1), "at most 67 million"),
 }
 

@@ -61,6 +61,9 @@ def test_labels_are_numbered_by_name():
     assert class_numbers(dataset([0, 1], ClassLabel(names=["b", "a"])), "label", ["a", "b"]) == {0: 1, 1: 0}
     assert class_numbers(dataset([7]), "label", [str(number) for number in range(10)]) == {7: 7}
     assert class_numbers(dataset([True], Value("bool")), "label", ["False", "True"]) == {True: 1}
+    assert class_numbers(dataset(["a"]), "label", ["a", "crane", "crane"]) == {"a": 0}
+    with pytest.raises(ValueError, match=r"column 'label' has labels that each name several classes: \['crane'\]"):
+        class_numbers(dataset(["crane"]), "label", ["a", "crane", "crane"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Byte-level datasets: texts as one file, the windows of a file, the labels that count, and memory use."""
 
+import json
 import os
 import tracemalloc
 from datetime import date
@@ -11,6 +12,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import CTRLTokenizer
 
 from aft_hf import build_byte_tokenizer
 from aft_hf.data import text
@@ -116,6 +118,18 @@ def test_a_text_of_which_only_the_content_changes_is_tokenized_again(tmp_path):
         os.utime(tmp_path / "line", (0, 0))
         path, _ = text.tokenize_file(tmp_path / "line", (0, 8), build_byte_tokenizer())
         assert np.fromfile(path, text.TOKEN_DTYPE).tolist() == list(line.encode())
+
+
+def test_a_text_is_tokenized_again_by_a_tokenizer_of_the_same_vocabulary_with_other_rules(tmp_path):
+    (tmp_path / "line").write_text("abc abc")
+    (tmp_path / "vocab").write_text(
+        json.dumps({word: i for i, word in enumerate(("a@@", "b@@", "c", "ab@@", "bc", "<unk>"))})
+    )
+    for merges, expected in (("a b", [3, 2]), ("b c</w>", [0, 4])):
+        (tmp_path / "merges").write_text(f"#version\n{merges}\n")
+        tokenizer = CTRLTokenizer(tmp_path / "vocab", tmp_path / "merges")
+        path, _ = text.tokenize_file(tmp_path / "line", (0, 7), tokenizer)
+        assert np.fromfile(path, text.TOKEN_DTYPE).tolist() == 2 * expected
 
 
 def test_a_line_break_is_between_all_texts_of_a_file_which_is_written_again_when_they_change():

@@ -284,7 +284,9 @@ CHANGES = {
     "learning_rate=5e-05": ["--learning_rate", 1e-3],
     "optim='adamw_torch_fused'": ["--optim", "adafactor"],
     "augmentation='None'": ["--augmentation", "shift"],
-    "teacher=": ["--teacher", "{vit}"],
+    "teacher": ["--teacher", "{vit}"],
+    "bf16=False": ["--bf16", "true"],
+    "dataloader_drop_last=False": ["--dataloader_drop_last", "true"],
     "position_bias_scale=1.0": ["--position_bias_scale", 2],
     "model.hidden_dropout_prob=0.0": ["--model_name_or_path", "{other}"],
     "other training data": ["--max_train_samples", 37],
@@ -306,6 +308,16 @@ def test_a_run_resumes_only_with_the_options_of_its_checkpoint(change, classifie
     ) as told:
         start(classifier, tmp_path, *options)
     assert "\n" not in str(told.value)
+
+
+def test_a_run_resumes_only_with_a_teacher_of_the_same_config(classifier, vit, images, tmp_path):
+    options = ["--do_train", "--train", images, "--max_steps", 1, "--save_strategy", "steps", "--teacher"]
+    start(classifier, tmp_path, *options, vit)
+    shutil.copytree(vit, tmp_path / "teacher")
+    config = json.loads((vit / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match=r"was made with teacher\.layer_norm_eps="):
+        start(classifier, tmp_path, *options, tmp_path / "teacher", "--resume_from_checkpoint", "true")
 
 
 def repainted(folder):

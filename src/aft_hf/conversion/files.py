@@ -89,6 +89,8 @@ def _inside(
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
                 raise ConversionError(f"{source}: {name} has the dtype {tensor.dtype}; give weights in {dtypes}")
+            if tensor.nbytes > tensor.untyped_storage().nbytes():  # a pickle of a kilobyte may describe any size
+                raise ConversionError(f"{source}: {name} has more elements than are stored; save contiguous tensors")
             yield name.removeprefix(prefix), tensor.detach()
         elif not name.startswith(others):
             raise ConversionError(

@@ -4,7 +4,6 @@ import io
 import os
 import re
 import stat
-import struct
 import warnings
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +31,7 @@ LIMITS = (
 MAX_SCANS = 100
 SCAN = re.compile(rb"\xff\xda\0(\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # header of a scan of 1 to 4 components
 MAX_EXIF = 2**17  # bytes: a tag may refer to any of them, and each is copied
+MAX_COPIES = 2**34  # bytes of a header, times its parts: Pillow may copy what it has read once for each part
 SYSTEM_NAMES = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information")  # hold thumbnails and deleted files
 PARQUET = ".parquet"
 
@@ -122,33 +122,47 @@ def list_images(path: Path) -> list[Path]:
     return images or tables
 
 
-def _check_work(file: BinaryIO, name: str) -> None:
-    """Raise an `ImageError` for a JPEG of more than `MAX_SCANS` scans, and for a TIFF whose tags share their data.
+class _Header(io.BytesIO):
+    """File that raises an `ImageError` if reading the header of an image takes work out of proportion to its size.
 
-    Pillow copies the data of each tag: a file of a megabyte could take many gigabytes.
+    Pillow copies the data of each tag of a TIFF, the EXIF data of a JPEG for each of their tags, and the comment of a
+    GIF for each of its parts: a file of a megabyte could take hours or many gigabytes.
     """
-    content = file.read()
-    file.seek(0)
-    if content.startswith(b"\xff\xd8") and (scans := sum(1 for _ in SCAN.finditer(content))) > MAX_SCANS:
-        raise ImageError(f"{name}: is a JPEG of {scans} scans; at most {MAX_SCANS} are read: save it again")
-    if content.startswith((b"II", b"MM")):
-        order, is_big = "<" if content.startswith(b"II") else ">", content[2:4] in (b"+\0", b"\0+")
-        start, count, entry = (order + each for each in (("8xQ", "Q", "HHQ8x") if is_big else ("4xI", "H", "HHI4x")))
-        (offset,) = struct.unpack_from(start, content)
-        (number,) = struct.unpack_from(count, content, offset)
-        tags = memoryview(content)[offset + struct.calcsize(count) :][: number * struct.calcsize(entry)]
-        if sum(length for _, _, length in struct.iter_unpack(entry, tags)) > len(content):
-            raise ImageError(f"{name}: is a TIFF whose tags have more values than the file has bytes: save it again")
+
+    def __init__(self, content: bytes, name: str):
+        super().__init__(content)
+        self.name, self.size, self.parts, self.bytes, self.exif = name, len(content), 0, 0, 0
+        self.is_open = False  # whether the header is read
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.is_open:
+            return data
+        self.parts, self.bytes = self.parts + 1, self.bytes + len(data)
+        self.exif += len(data) if data.startswith(b"Exif") else 0
+        _check_exif(self.exif, self.name)
+        if self.bytes > 2 * self.size + 2**16 or self.parts * self.bytes > MAX_COPIES:
+            raise ImageError(f"{self.name}: its header has more values than the file has bytes: save it again")
+        return data
+
+
+def _check_exif(size: int, name: str) -> None:
+    if size > MAX_EXIF:
+        raise ImageError(f"{name}: has more than {MAX_EXIF} bytes of EXIF data; remove them")
 
 
 def _decoded(file: BinaryIO, name: str) -> Image.Image:
-    _check_work(file, name)
-    with Image.open(file, formats=FORMATS) as image:  # reads the header only
+    content = file.read()
+    if content.startswith(b"\xff\xd8") and (scans := sum(1 for _ in SCAN.finditer(content))) > MAX_SCANS:
+        raise ImageError(f"{name}: is a JPEG of {scans} scans; at most {MAX_SCANS} are read: save it again")
+    header = _Header(content, name)
+    with Image.open(header, formats=FORMATS) as image:  # reads the header only
+        header.is_open = True
         short, long = sorted(image.size)
         if short * long > MAX_PIXELS or long > MAX_RATIO * short:
             raise ImageError(f"{name}: has {image.width} x {image.height} pixels{LIMITS}")
-        if max(len(image.info.get(key) or "") for key in ("exif", "Raw profile type exif")) > MAX_EXIF:
-            raise ImageError(f"{name}: has more than {MAX_EXIF} bytes of EXIF data; remove them")
+        image.load()  # EXIF data may follow the pixels
+        _check_exif(max(len(image.info.get(key) or "") for key in ("exif", "Raw profile type exif")), name)
         ImageOps.exif_transpose(image, in_place=True)
         tags = getattr(image, "tag_v2", {})  # of a TIFF, which can also have 12 bits per pixel, and 0 for white
         is_plain = tags.get(BITS_PER_SAMPLE, (16,)) == (16,) and tags.get(PHOTOMETRIC_INTERPRETATION, 1) == 1

@@ -1,5 +1,6 @@
 """Preprocessing of labeled images: the model's image processor, class numbers, and augmentation of batches."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -66,6 +67,9 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
     numbers = {name: number for number, name in enumerate(names)}
     if unknown := [name for name in own.values() if name not in numbers]:
         raise ValueError(f"column {column!r} has labels that are not among the {len(names)} classes: {unknown[:5]}")
+    counts = Counter(names)
+    if doubled := [name for name in own.values() if counts[name] > 1]:
+        raise ValueError(f"column {column!r} has labels that each name several classes: {doubled[:5]}; rename them")
     return {label: numbers[name] for label, name in own.items()}
 
 

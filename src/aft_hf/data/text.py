@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import datasets
@@ -74,8 +75,8 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     byte and the end, `span`, are moved to the next character that begins there or later.
     """
     start, stop = (_character_start(source, byte) for byte in span)
-    fast = tokenizer.is_fast
-    rules = tokenizer.backend_tokenizer.to_str() if fast else repr(sorted(tokenizer.get_vocab().items()))
+    with TemporaryDirectory() as directory:  # the rules of a tokenizer are in all of its files
+        rules = [sum_file(path) for path in sorted(map(Path, tokenizer.save_pretrained(directory))) if path.is_file()]
     path = cached((tokenize_file.__name__, sum_file(source, (start, stop)), rules), "tokens")
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):

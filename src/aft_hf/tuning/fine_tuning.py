@@ -57,7 +57,8 @@ logger = logging.get_logger(__name__)
 
 ALL_RESULTS = "all_results.json"
 # Arguments of Trainer that a resumed run must share with its checkpoint, besides the batch size.
-SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "data_seed", "label_smoothing_factor", "learning_rate"]
+SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "fp16"]
+SAME += ["label_smoothing_factor", "learning_rate"]
 SAME += ["lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "seed", "warmup_steps"]
 SAME += ["train_sampling_strategy", "weight_decay"]
 IDENTITY = "aft_hf"  # key of the values of `Identity` in the state of Trainer
@@ -186,16 +187,20 @@ class Identity(TrainerCallback):
 
     def __init__(self, trainer: "FineTuner"):
         arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
+        configs = {
+            name: model.config for name in ("model", "teacher") if (model := getattr(trainer, name)) is not None
+        }
         values = {name: getattr(arguments, name) for name in SAME} | {
             DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
             "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
             "position_bias_scale": trainer.position_bias_scale,
             "augmentation": repr(trainer.augment),
-            "teacher": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
+            "teacher's weights": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
             "distillation": trainer.distillation,
-            "model": trainer.model.config.to_dict() | {"_name_or_path": None, "transformers_version": None},
             "image processor": cast(Any, trainer.processing_class).to_dict(),
         }
+        for name, config in configs.items():
+            values[name] = config.to_dict() | {"_name_or_path": None, "transformers_version": None}
         self.values: dict[str, Any] = json.loads(json.dumps(values, default=str))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
