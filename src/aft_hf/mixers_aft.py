@@ -178,7 +178,7 @@ class AFTMixer(nn.Module):
         self._check_inputs(query, key, value, attention_mask, position_ids, visibility, state)
         pair_mask = None
         if attention_mask is not None and attention_mask.dim() == 3:
-            pair_mask = attention_mask.bool()
+            pair_mask = attention_mask
         elif attention_mask is not None:
             visibility = Visibility.of(attention_mask, may_wait=False)
         longest = longest_row(max(key.shape[1], query.shape[1]), self.max_positions, visibility, state)
@@ -242,7 +242,7 @@ class AFTMixer(nn.Module):
                     f"attention_mask must be ({batch}, {keys}) or ({batch} or 1, {queries}, {keys}), "
                     f"got {tuple(attention_mask.shape)}"
                 )
-            if attention_mask.is_floating_point() and attention_mask.dim() == 3:
+            if attention_mask.dim() == 3 and attention_mask.dtype != torch.bool:
                 raise ValueError(
                     f"a 3-D attention_mask must be boolean, True where a query sees a key, got {attention_mask.dtype}"
                 )

@@ -85,30 +85,29 @@ class Visibility:
             may_wait: whether the host may wait for an accelerator to read what the tensors say.
 
         Raises:
-            ValueError: the mask has floats other than 0 and 1.
+            ValueError: the mask has other values than 0 and 1, or is 0.0 everywhere.
         """
-        may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
-        if mask is not None and mask.is_floating_point() and may_read and read(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(
-                "attention_mask must be 1 for tokens and 0 for padding, got other floats: for a mask that is added to "
-                "logits (0 and -inf, as in nn.MultiheadAttention), give mask == 0"
-            )
         like = starts if mask is None else mask
-        if like is None:
+        if like is None or like.numel() == 0:
             return None
         real = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
+        unknown = ~real if mask is None else (real != mask) & real | ~real.any() & mask.is_floating_point()
         places = torch.arange(like.shape[1], device=like.device)
         begins = (places == 0).expand_as(real) if starts is None else starts | (places == 0)
         before = real.cumsum(1) - real.long()
         position = before - torch.where(begins, before, 0).cummax(1).values
         first_seen = torch.where(real & (position == 0), places, 0).cummax(1).values
         holes = real & (places - first_seen != position)
-        if like.numel() == 0:
-            return None
         known = None
+        may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
         if may_read and not torch.compiler.is_compiling():
-            facts = ~real, begins[:, 1:], holes, ~real[:, :1]
+            facts = unknown, ~real, begins[:, 1:], holes, ~real[:, :1]
             known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
+        if known and known.pop(0):
+            raise ValueError(
+                "attention_mask must be 1 for tokens and 0 for padding, and not 0.0 everywhere: for a mask that is "
+                "added to logits (0 and -inf), give mask == 0; for numbers of documents, give position_ids"
+            )
         padded, packed, has_holes, leads, longest = known or (True, starts is not None, mask is not None, True, None)
         if not (padded or packed):
             return None

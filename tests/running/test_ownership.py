@@ -64,6 +64,17 @@ def test_a_link_in_place_of_a_file_of_the_lock_is_not_followed(tmp_path, name):
     assert [path.read_text() for path in (tmp_path / "elsewhere").iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("name", ["run/checkpoints/step-000000001", "run/_run/other", ".run-distillation"])
+def test_no_link_deeper_in_a_directory_and_no_hidden_one_is_followed(tmp_path, name):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    directory = tmp_path / name.split("/")[0]
+    with pytest.raises(OSError, match=f"{name}: is a link to {tmp_path}/elsewhere"), owned(directory, temporary=True):
+        pass
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "results.json", RUN])
 def test_a_run_follows_no_link_in_its_directory(name, tmp_path):
     (tmp_path / "elsewhere").mkdir()

@@ -57,8 +57,13 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target."""
-    for path in sorted([*directory.glob("*"), *directory.glob("checkpoint-*/**/*")]):
+    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target.
+
+    A hidden directory, which a command makes for itself, must not be a link, either.
+    """
+    own = [directory] if directory.name.startswith(".") else []
+    inside = (path for pattern in ("*", "checkpoint*/**/*", f"{RUN}/*") for path in directory.glob(pattern))
+    for path in sorted({*own, *inside}):
         is_other = path.parent == directory and path.is_dir() and not (path.name.startswith(FOLDERS) or path.suffix)
         if path.is_symlink() and not is_other:
             raise OSError(f"{path}: is a link to {os.readlink(path)}; remove it, or give another output directory")
