@@ -18,8 +18,7 @@ for name in ("mkdocs", "mkdocstrings", "latex2mathml"):
     pytest.importorskip(name, reason="the site needs: pip install -c constraints.txt -e '.[docs]'")
 ROOT = Path(__file__).parents[2]
 TALLEST = 6 * 900  # pixels
-# An example for each client, signatures with all defaults, and a row for each comparison.
-TALLER = {"integrations", "reference/layers", "reference/models", "reproduction"}
+TALLER = {"reproduction"}  # a row for each comparison
 pytestmark = pytest.mark.slow
 
 
