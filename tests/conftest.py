@@ -1,5 +1,6 @@
 """Fixtures of several test files: fixed seeds, commands that run in this process, and a browser."""
 
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -77,6 +78,16 @@ def run_command(monkeypatch, capfd) -> Callable[..., CompletedProcess]:
     for library in ("DATASETS", "HUB"):  # `no_bars_in_logs` would set them for all later tests
         monkeypatch.setenv(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     return run
+
+
+@pytest.fixture
+def forks_for_spawned_processes(monkeypatch) -> None:
+    """Fork the processes that a program spawns from a server that has imported the libraries, which saves seconds."""
+    from tests.runs import CONTEXT
+
+    get_context = multiprocessing.get_context
+    forks = {"spawn": CONTEXT}
+    monkeypatch.setattr(multiprocessing, "get_context", lambda name=None: forks.get(name) or get_context(name))
 
 
 @pytest.fixture(scope="module")

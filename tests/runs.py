@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 import time
@@ -264,6 +265,18 @@ def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> No
     # Forked data workers are children of this process and end when it is killed. Workers of a fork server would not.
     multiprocessing.set_start_method("fork", force=True)
     target(*arguments)
+
+
+def run_file(output: str, program: str, *arguments: str) -> None:
+    """Run a file, or a module without a file of its name, as the main module of this process, whose output is appended
+    to a file.
+    """
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv, sys.path = [program, *arguments], ["", *sys.path]
+    run_program = runpy.run_path if Path(program).is_file() else runpy.run_module
+    run_program(program, run_name="__main__")
 
 
 def run_elsewhere(values: dict[str, Any]) -> None:

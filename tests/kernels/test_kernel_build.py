@@ -38,7 +38,7 @@ def assert_runs(*command: str | Path) -> None:
 @pytest.mark.parametrize("variant", runnable_variants())
 def test_the_kernels_run_under_sanitizers(variant, tmp_path):
     options = build.VARIANTS[build.platform.machine()][variant]
-    sanitizers = ("-Og", "-g", "-fno-sanitize-recover=all", "-fsanitize=address,undefined")
+    sanitizers = ("-Og", "-g1", "-fno-sanitize-recover=all", "-fsanitize=address,undefined")
     compile_program(tmp_path / "sanitized", build.compiler(), *options, *sanitizers)
     assert_runs(tmp_path / "sanitized", "100")
 

@@ -6,7 +6,6 @@ additional options in SHORTER. NOT_RUN lists the commands that do not run here, 
 
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -18,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from torch.distributed.run import parse_args
 
 from tests.properties.test_labml_states import STATES
-from tests.runs import finish, launch
+from tests.runs import finish, launch, run_file
 
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +94,8 @@ SHORTER = {
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
+# {page: (code, code that computes the same from less)}
+SHORTER_PYTHON = {"docs/tutorials/ablations.md": ("test_size=0.25", "test_size=20")}
 NOT_RUN = {
     r"make (quickstart|quickstart-text|quickstart-pixels|test|lint|gpu)": "CI runs them; gpu needs a GPU",
     r"make (demo|install)|python spaces/demo/app.py": "starts a server or installs packages; tests/demo tests the app",
@@ -148,11 +150,12 @@ def workplace(tmp_path, quickstart) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks_for_spawned_processes")
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
 def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch):
-    """Commands of aft-hf run in this process. Each Python snippet runs as the main module of a new process, and needs
-    its own imports. A fork server with the libraries starts this process. It has imported aft_hf, which registers the
-    Auto classes, so the text of a snippet with Auto classes is searched for the import.
+    """Commands of aft-hf run in this process. A fork server with the libraries starts the processes of torchrun, and
+    one for each Python snippet, which runs as the main module and needs its own imports. The server has imported
+    aft_hf, which registers the Auto classes, so the text of a snippet with Auto classes is searched for the import.
     """
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -169,9 +172,16 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
         if snippet.language == "python":
             registers = re.search(r"^(import|from) aft_hf|trust_remote_code=True", command, re.MULTILINE)
             assert registers or not re.search(r"\bAuto[A-Z]|\bpipeline\(", command), f"{snippet} lacks import aft_hf"
-            Path("snippet.py").write_text(command)
-            ended = finish(launch(run_file, ("snippet.py", "output.txt"), **os.environ))
+            Path("snippet.py").write_text(command.replace(*SHORTER_PYTHON.get(page, ("", ""))))
+            ended = finish(launch(run_file, ("output.txt", "snippet.py"), **os.environ))
             assert ended == [0], f"{snippet}:\n{Path('output.txt').read_text()[-3000:]}"
+            continue
+        if command.startswith("torchrun"):  # which starts processes that import the libraries, as it does itself
+            asked = parse_args(shlex.split(command)[1:])
+            count, program = int(asked.nproc_per_node), (asked.training_script, *asked.training_script_args)
+            environment = {**os.environ, "TORCHELASTIC_RUN_ID": "snippet"}
+            ended = finish(launch(run_file, ("output.txt", *program), count, **environment))
+            assert ended == [0] * count, f"{snippet}: {command}\n{Path('output.txt').read_text()[-3000:]}"
             continue
         if command.startswith("aft-hf"):
             done = run_command(*shlex.split(command))
@@ -180,17 +190,10 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
         assert done.returncode == 0, f"{snippet}: {command}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
 
-def run_file(path: str, output: str) -> None:
-    """Run a file as the main module of this process, which writes its output to a file."""
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv, sys.path = [path], ["", *sys.path]
-    runpy.run_path(path, run_name="__main__")
-
-
 def test_every_entry_of_shorter_and_not_run_matches_a_command():
     shown = [snippet.code for page in PAGES for snippet in snippets(page)]
+    for page, (code, _) in SHORTER_PYTHON.items():
+        assert any(code in snippet.code for snippet in snippets(page)), f"{page} lacks {code!r}: remove SHORTER_PYTHON"
     for start in SHORTER:
         assert any(code.startswith(start) for code in shown), f"no page shows {start!r}: remove it from SHORTER"
     for pattern in NOT_RUN:

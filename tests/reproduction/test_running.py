@@ -125,6 +125,7 @@ def test_a_converted_vit_is_trained_from_the_run_of_the_same_seed(runner):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks_for_spawned_processes")
 def test_a_speed_is_measured_once(runner):
     found = runner.run(Run("speed-characters"))
     assert min(found["metrics"]["speed_turns"]) <= found["metrics"]["speed_ratio"] + 1e-4
@@ -179,6 +180,7 @@ def test_a_gpu_begins_with_images_to_convergence_then_texts_and_associative_reca
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks_for_spawned_processes")
 def test_several_processes_run_arms_at_once_are_interrupted_and_continue(tmp_path, capsys):
     """The dry run of the command for a GPU, on a CPU with tiny models."""
     what = ["10"]

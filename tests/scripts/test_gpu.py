@@ -1,6 +1,7 @@
 """Dry run of `make gpu` on a CPU: tiny problems by interpreted kernels."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def test_a_row_that_fails_or_does_not_end_is_left_out(tiny, monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_or_does_not_end_is_killed():
+def test_a_process_that_fails_or_does_not_end_is_killed(forks_for_spawned_processes, monkeypatch):
+    monkeypatch.setattr(gpu, "get_context", multiprocessing.get_context)
     assert in_process(os.getpid, seconds=200)
     assert not in_process(os._exit, 3, seconds=200)
     started = time.monotonic()

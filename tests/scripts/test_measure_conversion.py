@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import typer
+from transformers import ViTConfig
 from typer.testing import CliRunner
 
 from scripts import measure_conversion
@@ -37,6 +38,9 @@ def test_every_model_is_made_and_scored_once(tmp_path, run_command, monkeypatch)
         ran.append(words[2])
 
     monkeypatch.setattr(measure_conversion, "run", run)
+    monkeypatch.setattr(measure_conversion, "REPORTED", (0, 1))
+    small = {"num_hidden_layers": 1}
+    monkeypatch.setattr(measure_conversion, "ViTConfig", lambda **fields: ViTConfig(**fields | small))
     monkeypatch.setattr(measure_conversion, "by_image_size", scored := Mock(wraps=measure_conversion.by_image_size))
     write_images(data := tmp_path / "images.parquet")
     (app := typer.Typer()).command()(measure_conversion.main)

@@ -1,12 +1,32 @@
 """Test of the quickstart with a source of the user; `make quickstart` and CI run it without a source."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from transformers import DeiTConfig, DeiTForImageClassification
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 
+from tests.runs import finish, launch, run_file
+
 
 @pytest.mark.slow
-def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path, run_command):
+def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path, run_command, monkeypatch):
+    """The saved model is checked in a fork of a server that has imported the libraries; `make quickstart` starts a new
+    process.
+    """
+    run, output = subprocess.run, tmp_path / "output.txt"
+
+    def fork(words, **options):
+        if words[0] != sys.executable:
+            return run(words, **options)
+        output.unlink(missing_ok=True)
+        ended = finish(launch(run_file, (output, *words[1:]), **os.environ))
+        print(output.read_text())
+        assert ended == [0]
+
+    monkeypatch.setattr(subprocess, "run", fork)
     config = DeiTConfig(
         hidden_size=24,
         num_hidden_layers=1,
