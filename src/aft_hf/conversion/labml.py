@@ -99,6 +99,8 @@ def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hid
                 "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
                 f"this one of {len(bias)} tokens with {width} features; set it to 0, convert, and fine-tune"
             )
+        if tensors["aft.layernorm.bias"].shape != shift.shape:
+            raise ConversionError("encoder.norm.bias and generator.projection.bias must have one dimension each")
         tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + shift.to(bias.dtype)
     return AFTForCausalLM(
         AFTConfig(
