@@ -146,6 +146,7 @@ def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_n
         ("vit", "biases", [], "is a vit, not an AFT"),
         ("image", "keys", [], "give --images"),
         ("text", "keys", [], "give --text"),
+        ("text", "keys", ["--text", ""], "give at least one token"),
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
         ("image", "biases", ["--values", "log"], "values must be one of"),
         ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),

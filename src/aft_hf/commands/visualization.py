@@ -88,8 +88,9 @@ def _keys(checkpoint: str, layers: str | None, heads: int, images: Path | None, 
         if text is None:
             raise ValueError('the model reads text; give --text "..."')
         tokenizer = load(AutoTokenizer, checkpoint)
-        inputs = limited(lambda: dict(tokenizer([text])), checkpoint, len(text))
-        features = key_features(model, **{name: torch.tensor(values) for name, values in inputs.items()})
+        tokens = limited(lambda: dict(tokenizer([text])), checkpoint, len(text))
+        inputs = {name: torch.tensor(values, dtype=torch.long) for name, values in tokens.items()}
+        features = key_features(model, **inputs)
         maps, axes = [each[None] for each in features], ("position", "feature")
         return _draw(maps, layers, scale="signed", axes_labels=axes, label="key K", most=heads)
     (image,) = _images(images, 1)
