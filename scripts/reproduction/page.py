@@ -261,7 +261,8 @@ def _lengths(records: Records) -> str:
     for arm in OURS["lengths"].shown:
         if runs := records.of(arm).values():
             means = [statistics.fmean(x["metrics"][f"test_at_{factor}x"] for x in runs) for factor in LONGER]
-            cells = [arm.removeprefix("lengths-"), *(f"{mean:.3f}" for mean in means), str(len(runs))]
+            model = arm.removeprefix("lengths-").replace("aft", "AFT")
+            cells = [model, *(f"{mean:.3f}" for mean in means), str(len(runs))]
             rows.append(f"| {' | '.join(cells)} |\n")
     head = f"| | {' | '.join(f'T = {64 * factor}' for factor in LONGER)} | seeds |\n|---|{'---:|' * 5}\n"
     return head + "".join(rows) if rows else ""
@@ -270,7 +271,7 @@ def _lengths(records: Records) -> str:
 @styled()
 def draw_recall(records: Records) -> "Figure":
     """The share of right answers by the number of pairs: means, and a dot for each seed."""
-    figure, axes = new_figure(1, 1, (4.5, 3.0))
+    figure, axes = new_figure(1, 1, (5.6, 3.0))
     axis = axes[0][0]
     scores = _recalled(records)
     for model, (dash, colour) in zip(RECALL_MODELS, itertools.product(("-", "--"), CURVES)):
@@ -283,7 +284,7 @@ def draw_recall(records: Records) -> "Figure":
     axis.set_xticks(PAIRS, map(str, PAIRS))
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend()
+    figure.legend(loc="outside right center")
     return figure
 
 
