@@ -136,14 +136,9 @@ IMAGE = {"hidden_size": 96, "num_hidden_layers": 6, "patch_size": 4, "layer_norm
 CONV = IMAGE | {"architecture": "aft", "modality": "image", "aft_type": "conv", "num_heads": 96, "kernel_size": 5}
 IMAGE_FULL = IMAGE | {"architecture": "aft", "modality": "image", "aft_type": "full", "position_bias_dim": 32}
 VIT = IMAGE | {"architecture": "vit", "num_attention_heads": 3, "intermediate_size": 384}
-LAMBDA = IMAGE | {
-    "architecture": "aft-baseline",
-    "modality": "image",
-    "mixer": "lambda",
-    "num_heads": 3,
-    "key_dim": 16,
-}
-LAMBDA |= {"use_cls_token": False, "use_position_embeddings": True}
+LAMBDA_LAYERS = {"architecture": "aft-baseline", "mixer": "lambda", "key_dim": 16}
+LAMBDA_LAYERS |= {"use_cls_token": False, "use_position_embeddings": True}
+LAMBDA = IMAGE | LAMBDA_LAYERS | {"modality": "image", "num_heads": 3}
 
 KERNEL_3, KERNEL_7, FEW_HEADS = {"kernel_size": 3}, {"kernel_size": 7}, {"num_heads": 4}  # 24 features per head
 NO_QUERY, NO_GLOBAL = {"use_query": False}, {"global_connectivity": False}
@@ -268,6 +263,12 @@ SPEEDS: dict[str, Speed] = {
         {"architecture": "vit", "num_attention_heads": 12, "num_labels": 1000, "intermediate_size": 3072} | _BASE,
         "inference",
         2,
+    ),
+    "speed-lambda": Speed(
+        _AFT_IMAGE | _SMALL | {"aft_type": "conv", "num_heads": 384},
+        _AFT_IMAGE | _SMALL | LAMBDA_LAYERS | {"num_heads": 6},
+        "inference",
+        8,
     ),
     "speed-one-position": Speed(
         _AFT_IMAGE | _SMALL | {"aft_type": "conv", "num_heads": 384, "position_bias_selection": "gumbel"},

@@ -61,7 +61,7 @@ def test_runs_that_chose_a_learning_rate_are_not_counted_as_confirmed(records):
 
 def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):
     page = render(records, "images")
-    assert "of three: 1 of 2 arms" in page and "| 10 | kernel 7 ‡ |" in page
+    assert "first grid: 1 of 2 arms" in page and "| 10 | kernel 7 ‡ |" in page
     inside = [x | {"arm": x["arm"].replace("conv-7@", "conv-7-naive@")} for x in records.all() if "@" in x["arm"]]
     page = render(Records([*records.all(), *inside]), "images")
     assert "of three: 0 of 2 arms" in page and "| 10 | kernel 7 |" in page
@@ -82,8 +82,8 @@ def test_associative_recall_and_longer_texts_have_tables():
     found = [x for pairs in PAIRS for x in runs(recall_arm("AFT-conv", pairs), 1 / pairs, 2 / pairs)]
     lengths = {f"test_at_{factor}x": 2.0 + factor / 100 for factor in (1, 2, 4, 8)}
     page = render(Records(found + runs("lengths-aft-conv", 2.0, 2.0, **lengths)), "images")
-    assert "| AFT-conv | 0.75 | 0.38 | 0.19 | 0.09 |" in page and "seeds of an arm: 2." in page
-    assert "| aft-conv | 2.010 | 2.020 | 2.040 | 2.080 | 2 |" in page
+    assert "| AFT-conv | 0.75 | 0.38 | 0.19 | 0.09 |" in page and "seeds: 2;" in page
+    assert "| AFT-conv | 2.010 | 2.020 | 2.040 | 2.080 | 2 |" in page
 
 
 def test_the_page_comes_again_from_its_own_records(records, tmp_path):
