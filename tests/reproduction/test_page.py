@@ -61,10 +61,10 @@ def test_runs_that_chose_a_learning_rate_are_not_counted_as_confirmed(records):
 
 def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):
     page = render(records, "images")
-    assert "first grid: 1 of 2 arms" in page and "| 10 | kernel 7 ‡ |" in page
+    assert "grid: 1 of 2 arms" in page and "| 10 | kernel 7 ‡ |" in page
     inside = [x | {"arm": x["arm"].replace("conv-7@", "conv-7-naive@")} for x in records.all() if "@" in x["arm"]]
     page = render(Records([*records.all(), *inside]), "images")
-    assert "of three: 0 of 2 arms" in page and "| 10 | kernel 7 |" in page
+    assert "grid: 0 of 2 arms" in page and "| 10 | kernel 7 |" in page
 
 
 def test_a_control_is_beside_the_verdict_and_not_in_it():
