@@ -287,6 +287,16 @@ def test_hostile_values_are_exact(name, variant):
             raise AssertionError(values) from error
 
 
+@pytest.mark.parametrize("size", (1e-25, 1e12))
+@each([name for name in TYPICAL if "heads" in name])
+def test_gradients_of_causal_operators_grow_with_those_of_the_output(name, size, variant):
+    problem, weight = TYPICAL[name](), torch.randn(2, 130, 16)
+    found, of_one = (with_gradients(operator, problem, x) for x in (size * weight, weight))
+    for key, gradient in of_one.items():
+        expected = gradient if key == "output" else size * gradient
+        torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
 @each([name for name in TYPICAL if "table" in name or "grid" in name])
 @pytest.mark.parametrize("hidden", (0.0, 0.8))
 def test_gradients_are_exact_where_values_share_an_offset(name, hidden, variant):

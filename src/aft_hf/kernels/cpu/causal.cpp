@@ -93,7 +93,7 @@ void forward(const CausalProblem& p) {
   if (p.numbers() == 0) return;
   for (int64_t t = 0; p.first && t < p.batch * p.length; ++t)
     if (p.first[t] > t % p.length) memset((S*)p.output + t * p.width, 0, p.width * sizeof(S));  // padding
-  const Weights weights(p);
+  const Weights weights(p, ROOM);
   const std::vector<Column> columns = columns_of(p);
   CausalProblem before = p;
   std::vector<double> denominators;

@@ -6,10 +6,10 @@
 // have w = 0, or are hidden; their sums are running sums. Slopes, w_tt' = -slope (t - t'), are the same as keys
 // K_t' + slope t' without w, since exp(-slope t) cancels; t' counts from the start of a chunk.
 //
-// exp(K) is kept as m 2^n (`split_exp`). A chunk of tokens first takes one exponent for all: the largest n of a key
-// that any of its queries may see. All terms are then scaled by 2^-n, and the sums are plain products. If they are not
-// exact, because a denominator is too small (SMALLEST), the queries of the tile are computed again, each with an exponent
-// of its own, which takes several times as long; those of the chunk, if a number is not finite.
+// exp(K) is kept as m 2^n (`split_exp`). A chunk of tokens first takes one exponent `top` for all, from the largest n
+// of a key that any of its queries may see. All terms are then scaled by 2^-top, and the sums are plain products. A tile
+// with a denominator that is too small to be exact (SMALLEST) is "lost": its queries are computed again, each with an
+// exponent of its own, which takes several times as long. All tiles are lost if a number is not finite.
 #pragma once
 
 #include <vector>
@@ -20,7 +20,7 @@ namespace aft {
 
 constexpr int CHUNK = 128;      // queries per chunk
 constexpr int PAD = TILE - 1;   // zeros on both sides of a row of weights
-constexpr int ROOM = 32;        // log2 of the largest exp(K), and of the largest exp(w), so that fewer terms underflow
+constexpr int ROOM = 32;        // see `Weights`
 constexpr unsigned ALL = ~0u;   // all tiles of a chunk, a bit each
 
 struct CausalProblem : Problem {
@@ -87,12 +87,13 @@ void keep_tokens(const CausalProblem& p, int64_t row, int64_t head) {
   keep(p.value, p.features(), p.values);
 }
 
-// exp(w - M) for each row of w, where M is a multiple of ln 2, so that the largest is about 2^ROOM. An entry is a
-// number, or a vector if columns mix heads.
+// exp(w - M) for each row of w, where M is a multiple of ln 2, so that the largest is about 2^room. An entry is a
+// number, or a vector if columns mix heads. The largest exp(K) of a chunk is scaled to 2^room as well: fewer terms
+// underflow with more room. The backward pass has none: it divides small gradients by sums of up to 2^(2 room).
 class Weights {
  public:
-  explicit Weights(const CausalProblem& problem)
-      : p(problem), vectors(p.mixes_heads()), stride(p.window + 2 * PAD + 1),
+  Weights(const CausalProblem& problem, int room)
+      : p(problem), room(room), vectors(p.mixes_heads()), stride(p.window + 2 * PAD + 1),
         rows_(std::max<int64_t>(1, p.bias_batch * p.bias_rows) * p.heads), columns_((p.width + VL - 1) / VL),
         table_(rows_ * stride, 0.0f) {
     parallel_for(rows_, p.bias ? rows_ * p.window * 8 : 0, [&](int64_t begin, int64_t end) {
@@ -108,6 +109,7 @@ class Weights {
   }
 
   const CausalProblem& p;
+  const int room;
   const bool vectors;    // whether entries are vectors
   const int64_t stride;  // entries of a row
 
@@ -116,7 +118,7 @@ class Weights {
     const float none = 0.0f, *w = p.bias ? p.bias + r * p.window : &none;
     float top = p.hides_outside ? -LARGEST : 0.0f;
     for (int64_t i = 0; i < p.window; ++i) top = std::max(top, std::min(w[i], LARGEST));
-    const vf most = splat(std::nearbyint(top * LOG2_E) - ROOM);
+    const vf most = splat(std::nearbyint(top * LOG2_E) - room);
     float *weights = &table_[r * stride], *first = weights + PAD;
     for (int64_t i = 0; i < p.window; i += VL) {
       const int count = part(p.window - i);
@@ -216,10 +218,9 @@ class CausalColumn {
   // ------------------------------------------------------------------------------------------------------------- sums
 
   // Calls emit(i, sums) for the queries of a chunk, whose first one has a position in its document, and sets the far
-  // sums to those of the next chunk. Values count from `center`. Returns the lost tiles, a bit each: those whose sums
-  // are not exact the fast way, or for which what `emit` returned was not finite. `emit` is called again for their
-  // queries, which have exponents of their own; the sums of the others are divided by 2^top exp(M). All tiles are lost
-  // if top is above a `limit`.
+  // sums to those of the next chunk. Values count from `center`. Returns the lost tiles, a bit each, or ALL: if there
+  // is one query, if top is above a `limit`, or if a sum or what `emit` returned is not finite. `emit` is called again for
+  // their queries, which have exponents of their own; the sums of the others are divided by 2^top exp(M).
   template <class Emit>
   unsigned queries(int64_t position, int count, vf center, vf limit, const Emit& emit) {
     position_ = position, split_ = nullptr;  // columns of a group share the memory
@@ -302,7 +303,7 @@ class CausalColumn {
   const int reach;
   int chunk = CHUNK;
   Sums far;          // of the keys before the window of the first query of the chunk
-  vf top;            // the exponent of the chunk
+  vf top;            // the exponent of the chunk: the largest n, minus `room`
   float *m, *n, *v;  // exp(K) = m 2^n, and V
   float *e, *ev;     // exp(K) 2^-top, and its product with V
 
@@ -313,7 +314,7 @@ class CausalColumn {
     hide(reach + count, end);
     top = far.n;
     for (int i = 0; i < end; ++i) top = max(top, load(n + i * VL));
-    top -= float(ROOM);
+    top -= float(weights_.room);
     for (int i = 0; i < end; ++i) {
       const vf weight = scaled(load(m + i * VL), load(n + i * VL) - top);
       store(e + i * VL, weight);
@@ -325,6 +326,7 @@ class CausalColumn {
   template <bool VECTORS, class Emit>
   unsigned tiles(int count, Sums& later, const Emit& emit) {
     unsigned lost = 0;
+    bool all_lost = true;
     Sums own;  // of the chunk, not added to earlier chunks one by one: rounding errors grow with the chunks
     for (int i = 0; i < count; i += TILE) {
       const int rows = std::min(TILE, count - i);
@@ -357,14 +359,14 @@ class CausalColumn {
       for (int u = 1; u < rows; ++u) smallest = min(smallest, denominator[u]), sum += numerator[u];
       if (any(sum * 0.0f != 0.0f)) return ALL;
       vf emitted = {};
-      if (any(smallest < SMALLEST * (1ll << ROOM)))
-        lost |= 1u << i / TILE;
-      else
-        for (int u = 0; u < rows; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
+      const bool is_lost = any(smallest < SMALLEST * (1ll << weights_.room));
+      if (is_lost) lost |= 1u << i / TILE;
+      for (int u = 0; u < rows && !is_lost; ++u) emitted += emit(i + u, Sums{numerator[u], denominator[u], top});
+      all_lost = all_lost && is_lost;
       if (any(emitted - emitted != 0.0f)) return ALL;
     }
     later.add({own.numerator, own.denominator, top});
-    return lost;
+    return all_lost ? ALL : lost;
   }
 
   const Weights& weights_;

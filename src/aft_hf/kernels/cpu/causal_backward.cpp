@@ -21,7 +21,7 @@ struct BackwardColumn {
   float *key_carry, *value_carry;  // gradients of the `reach` tokens before the chunk, from later queries
   Sums later = {};                 // of b (the numerator) and of a over later queries that are far from the chunk
   vf center = vf{};
-  bool is_exact = false;           // whether the sums of the chunk were computed the fast way
+  bool is_fast = false;            // whether some sums of the chunk were computed the fast way
 };
 
 template <class S>
@@ -132,8 +132,8 @@ class Backward {
       store(lost_a_ + i * VL, load(column.a + i * VL)), store(lost_b_ + i * VL, load(column.b + i * VL));
       clear(column.a + i * VL, 1), clear(column.b + i * VL, 1);
     }
-    column.is_exact = lost != ALL;
-    if (!column.is_exact) {
+    column.is_fast = lost != ALL;
+    if (!column.is_fast) {
       clear(dkey_, count), clear(dvalue_, count);
       careful_gradients(column, t - begin, count, lost, later);
     } else {
@@ -269,7 +269,7 @@ class Backward {
       for (int entry = i; entry < i + TILE + reach_; entry += 2) {
         vf sums[2 * TILE] = {};
         for (const BackwardColumn<S>& column : columns_) {
-          if (!column.is_exact) continue;
+          if (!column.is_fast) continue;
           const float *key = column.sums.e + entry * VL, *product = column.sums.ev + entry * VL;
           const vf e[] = {load(key), load(key + VL)}, ev[] = {load(product), load(product + VL)};
 #pragma GCC unroll 8
@@ -333,7 +333,7 @@ void backward(const CausalProblem& p) {
     if (p.query_gradient) memset(p.query_gradient, 0, p.numbers() * sizeof(S));
   }
   if (p.numbers() == 0) return;
-  const Weights weights(p);
+  const Weights weights(p, 0);
   const std::vector<Column> columns = columns_of(p);
   const int64_t threads = num_threads(p.numbers()), of_thread = p.batch * columns.size() / threads;
   const int64_t most = p.bias_gradient && !weights.vectors ? std::clamp<int64_t>(of_thread, 1, GROUP) : 1;
