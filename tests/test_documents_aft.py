@@ -61,9 +61,9 @@ def test_position_ids_of_documents_may_count_their_padding_or_not():
         assert found.position[0, [3, 6]].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("hidden", (-torch.inf, -1e4, 0.5))
-def test_a_mask_that_is_added_to_logits_is_refused(hidden):
-    mask = torch.tensor([[0.0, hidden, 0.0, 0.0]])
+@pytest.mark.parametrize("hidden", (-torch.inf, -1e4, 0.5, -10000, 2))
+def test_a_mask_that_is_added_to_logits_or_numbers_documents_is_refused(hidden):
+    mask = torch.tensor([[0, hidden, 0, 0]])
     with pytest.raises(ValueError, match="give mask == 0"):
         Visibility.of(mask)
     assert Visibility.of((mask == 0).float()).real.tolist() == [[True, False, True, True]]

@@ -408,7 +408,8 @@ WRONG = [
     ),
     (lambda: call(AFTSimple(8), (2, 5, 8), attention_mask=torch.ones(3, 5, 5).bool()), r"got \(3, 5, 5\)"),
     (lambda: call(AFTSimple(8), (2, 5, 8), attention_mask=torch.ones(2, 1, 5, 5).bool()), r"got \(2, 1, 5, 5\)"),
-    (lambda: call(AFTFull(8, 16), (1, 4, 8), attention_mask=torch.zeros(1, 4, 4)), "boolean"),
+    (lambda: call(AFTFull(8, 16), (1, 4, 8), attention_mask=torch.zeros(1, 4, 4)), "boolean.* got torch.float32"),
+    (lambda: call(AFTFull(8, 16), (1, 4, 8), attention_mask=torch.ones(1, 4, 4).long()), "got torch.int64"),
     (
         lambda: call(AFTFull(8, 16), (1, 5, 8), position_ids=torch.zeros(1, 4).long()),
         r"position_ids must be .* 5 keys, got \(1, 4\)",

@@ -85,13 +85,13 @@ class Visibility:
             may_wait: whether the host may wait for an accelerator to read what the tensors say.
 
         Raises:
-            ValueError: the mask has other values than 0 and 1, or is 0.0 everywhere.
+            ValueError: the mask has other values than 0 and 1.
         """
         like = starts if mask is None else mask
         if like is None or like.numel() == 0:
             return None
         real = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
-        unknown = ~real if mask is None else (real != mask) & real | ~real.any() & mask.is_floating_point()
+        unknown = ~real if mask is None else (real != mask) & real
         places = torch.arange(like.shape[1], device=like.device)
         begins = (places == 0).expand_as(real) if starts is None else starts | (places == 0)
         before = real.cumsum(1) - real.long()
@@ -105,8 +105,8 @@ class Visibility:
             known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
         if known and known.pop(0):
             raise ValueError(
-                "attention_mask must be 1 for tokens and 0 for padding, and not 0.0 everywhere: for a mask that is "
-                "added to logits (0 and -inf), give mask == 0; for numbers of documents, give position_ids"
+                "attention_mask must be 1 for tokens and 0 for padding, got other values: for a mask that is added to "
+                "logits (0 and -inf), give mask == 0; for numbers of documents, give position_ids"
             )
         padded, packed, has_holes, leads, longest = known or (True, starts is not None, mask is not None, True, None)
         if not (padded or packed):
@@ -258,7 +258,7 @@ class Mixing:
             in_order = False
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
         if self.biases.hides_outside:
-            masks.append((bias > -math.inf).all(-3))
+            masks.append((bias != -math.inf).any(-3))
         return bias, reduce(torch.bitwise_and, masks).unsqueeze(1) if masks else None
 
 

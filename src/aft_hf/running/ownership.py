@@ -59,10 +59,10 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
 def refuse_links(directory: Path) -> None:
     """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target.
 
-    A hidden directory, which a command makes for itself, must not be a link, either.
+    `directory` itself must not be a link if its name begins with a dot: no user has made it.
     """
     own = [directory] if directory.name.startswith(".") else []
-    inside = (path for pattern in ("*", "checkpoint*/**/*", f"{RUN}/*") for path in directory.glob(pattern))
+    inside = (path for pattern in ("*", "checkpoint-*/**/*", f"{RUN}/*") for path in directory.glob(pattern))
     for path in sorted({*own, *inside}):
         is_other = path.parent == directory and path.is_dir() and not (path.name.startswith(FOLDERS) or path.suffix)
         if path.is_symlink() and not is_other:
