@@ -263,8 +263,8 @@ _CLAIMS = (
     ),
     Claim(
         "18",
-        "AFT beats the Linear Transformer, Performer, Synthesizer and lambda layers of equal depth and width, in less "
-        "memory than the last",
+        "AFT beats the Linear Transformer, Performer, Synthesizer and lambda layers of equal depth and width, and "
+        "needs less memory than lambda layers",
         "Tables 4, 7",
         (
             _beats("Linear Transformer", "characters-wide", "characters-linear", paper=(1.180, 1.207)),

@@ -39,9 +39,9 @@ before the confirmed runs; Holm's adjustment, and that controls do not count, af
 sampling error of the test sets (standard error of a score: {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
-cosine schedule that ends. The grid now grows until the best rate is inside; ‡ marks comparisons with a rate at the
-edge of the first grid: {{edges}}. Earlier runs (three seeds, a quarter of the steps, one learning rate for all, data
-recorded by name alone) decide nothing and are in the appendix.
+cosine schedule. The grid grows until the best rate is inside; ‡ marks comparisons with a rate at the
+edge of the first grid: {{edges}}. Earlier runs (three seeds, a quarter of the steps at four times the batch,
+one learning rate for all, data recorded by name alone) decide nothing and are in the appendix.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -51,8 +51,8 @@ python -m scripts.reproduction all --device cuda --minutes 8 \\
 python -m scripts.reproduction report
 ```
 
-`cifar10` is a folder with `train.parquet` and `validation.parquet`. `--plan` lists what is left. The last command
-writes this page and [its records](reproduction.json).
+`cifar10` is a folder with `train.parquet` and `validation.parquet`. The last command writes this page and
+[its records](reproduction.json).
 
 ## Claims
 
@@ -221,10 +221,10 @@ def _ours(records: Records, pictures: str) -> str:
     return text + f"\n{LATER}\n\n{COMPARISONS}{later}" if later else text
 
 
-RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of key and value, then each key again, for its
-value. Right answers of 2 layers of width 64 after 400 steps; seeds: {seeds}; learning rates of 4 pairs."""
+RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of key and value, then each key asks for its
+value. Right answers of 2 layers of width 64 after 400 steps; seeds: {seeds}; learning rates chosen at 4 pairs."""
 WIDTHS = """**Time by width** (Table 1): forward, 1,024 tokens on a CPU. AFT grows with d, linear attention with d²
-(one head) or d (heads of 64), projections with d²."""
+(one head) or d (heads of 64), the projections of both with d²."""
 LENGTHS = """**Longer texts than in training** (arXiv 2108.12409): bits per character of four layers after 600 steps at
 T = 64."""
 LATER = "**Later layers** on characters, by the rule above:"

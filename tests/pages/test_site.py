@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site, or AFT_HF_SITE. The build is strict: a broken link or anchor is an error."""
+    """The folder of the built site: AFT_HF_SITE, made by `make docs`, or a new one. Both builds are strict: a broken
+    link or anchor is an error.
+    """
     if given := os.environ.get("AFT_HF_SITE"):
         return ROOT / given
     folder = tmp_path_factory.mktemp("site")

@@ -84,9 +84,8 @@ def test_a_tensor_of_another_shape_or_kind_is_refused(change):
             changed = (RESHAPED | OF_ANOTHER_KIND)[change](state[name])
             # Positions beyond those of the biases remain.
             longer = name == "src_embed.positional_encodings" and change == "a row more"
-            is_mask = (
-                name.endswith("local_mask") and change in OF_ANOTHER_KIND
-            )  # another dtype can hold the same window
+            # Another dtype can hold the same window.
+            is_mask = name.endswith("local_mask") and change in OF_ANOTHER_KIND
             assert not converted(state | {name: changed}) or longer or is_mask, name
 
 

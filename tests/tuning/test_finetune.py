@@ -284,7 +284,7 @@ CHANGES = {
     "learning_rate=5e-05": ["--learning_rate", 1e-3],
     "optim='adamw_torch_fused'": ["--optim", "adafactor"],
     "augmentation='None'": ["--augmentation", "shift"],
-    "teacher": ["--teacher", "{vit}"],
+    "teacher's weights=": ["--teacher", "{vit}"],
     "bf16=False": ["--bf16", "true"],
     "dataloader_drop_last=False": ["--dataloader_drop_last", "true"],
     "position_bias_scale=1.0": ["--position_bias_scale", 2],
