@@ -43,11 +43,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},  # "bf16" spills registers
         "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
         "bfloat16 sm_100": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
-        "float32": {
-            "BD": 8,
-            "num_warps": 2,
-            "PRECISION": "tf32x3",
-        },  # with more features, it spills registers except on sm_90
+        "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # as for the forward pass
         "float32 sm_90": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
         "documents": {"num_warps": 4},
     },
@@ -68,12 +64,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         # "bf16" exceeds the error that the contract of the forms allows by 3 %
         "bfloat16": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
         "float32": {"BM": 64, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
+        "bfloat16 sm_80": {"BM": 64, "BN": 128, "BK": 16, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
         # With 64 rows, Triton 3.7.1 does not compile the average, and computes "tf32x3" without tensor cores
-        "bfloat16 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
+        "bfloat16 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32"},
         "float32 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
         "bfloat16": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "bfloat16 sm_100": {"BM": 32, "BK": 32, "num_warps": 8, "num_stages": 3},
         "float32": {"BM": 64, "BK": 16, "num_warps": 8, "num_stages": 2},
     },
 }
