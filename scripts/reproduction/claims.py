@@ -276,7 +276,7 @@ _CLAIMS = (
             _control("AFT-simple, Performer", "characters-simple-wide", "characters-performer"),
             _control("lambda layers, faster biases", "conv-fast", "lambda"),
         ),
-        "The first two have learned positions only, as AFT-simple has.",
+        "The first two have learned positions only, as AFT-simple.",
     ),
 )
 _OURS = (

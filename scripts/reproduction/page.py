@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TEXT = f"""# The paper's claims at small scale
 
 Each claim is tested by small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels and
-images). They end far from convergence: compare the order of two numbers, not their values. Text is in bits per
+images). They end far from convergence: compare the order of numbers, not values. Text is in bits per
 character or dimension (lower is better), images in accuracy.
 
 {{verdicts}}
