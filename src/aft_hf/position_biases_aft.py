@@ -220,19 +220,25 @@ class GridKernel(PositionBias):
     ordered = False
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        length = math.prod(self.grid_size)
-        queries, keys = queries.clamp(0, length - 1)[..., :, None], keys.clamp(0, length - 1)[..., None, :]
-        return self.dense(length)[:, queries, keys].movedim(0, -3)
+        rows, columns = self.grid_size
+        last = rows * columns - 1
+        queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
+        down, right = keys // columns - queries // columns, keys % columns - queries % columns
+        return self.by_offset()[:, down + rows - 1, right + columns - 1].movedim(0, -3)
 
-    def dense(self, length: int) -> Tensor:
+    def by_offset(self) -> Tensor:
+        """Return w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle."""
         rows, columns = self.grid_size
         padding = (columns - 1, columns - 1, rows - 1, rows - 1)
         offsets = nn.functional.pad(self.kernels, padding, value=self.outside)
         top, left = (size // 2 for size in self.kernels.shape[1:])
-        by_offset = offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]  # of a key from its query
+        return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
+
+    def dense(self, length: int) -> Tensor:
+        rows, columns = self.grid_size
         # Offsets are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
         # query are then a contiguous window, so long runs are copied.
-        by_column = by_offset.unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
+        by_column = self.by_offset().unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
         windows = [by_column[..., row * columns :][..., :length] for row in reversed(range(rows))]
         return torch.stack(windows, 1).flatten(1, 2)
 

@@ -123,10 +123,10 @@ def list_images(path: Path) -> list[Path]:
 
 
 class _Header(io.BytesIO):
-    """File that raises an `ImageError` if reading the header of an image takes work out of proportion to its size.
+    """File that raises an `ImageError` if Pillow reads over twice its bytes for the header, or copies `MAX_COPIES`.
 
-    Pillow copies the data of each tag of a TIFF, the EXIF data of a JPEG for each of their tags, and the comment of a
-    GIF for each of its parts: a file of a megabyte could take hours or many gigabytes.
+    Pillow copies the data of each tag of a TIFF or of EXIF data, and the comment of a GIF again for each part of it: a
+    file of a megabyte could take hours or many gigabytes.
     """
 
     def __init__(self, content: bytes, name: str):
