@@ -285,9 +285,7 @@ class AFTLayerState(CacheLayerMixin):
 
 
 def longest_row(length: int, limit: int | None, visibility: Visibility | None, state: Any) -> int | None:
-    """Return the number of tokens of the longest row or document after `length` new tokens, to be compared with a
-    limit of positions; None if the host does not know it.
-    """
+    """Return the length of the longest row or document after `length` new tokens; None if not known."""
     if visibility is not None and visibility.is_packed:
         return visibility.longest
     return length if state is None or limit is None else state.tokens_after(length, limit)

@@ -105,8 +105,8 @@ class Visibility:
             known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
         if known and known.pop(0):
             raise ValueError(
-                "attention_mask must be 1 for tokens and 0 for padding, got other values: for a mask that is added to "
-                "logits (0 and -inf), give mask == 0; for numbers of documents, give position_ids"
+                "attention_mask must be 1 for tokens and 0 for padding: for a mask that is added to logits, "
+                "give mask == 0; for numbers of documents, give position_ids"
             )
         padded, packed, has_holes, leads, longest = known or (True, starts is not None, mask is not None, True, None)
         if not (padded or packed):
@@ -167,8 +167,7 @@ def visibility_of(
     position_ids, boundaries, starts = inputs["position_ids"], inputs["cu_seq_lens_q"], None
     if boundaries is not None:
         end = batch_size * length
-        # Not on an accelerator, where the host would have to wait for the values.
-        known = read(boundaries) if boundaries.device.type == "cpu" and boundaries.dim() == 1 else None
+        known = read(boundaries) if boundaries.device.type == "cpu" and boundaries.dim() == 1 else None  # do not wait
         wrong = known is not None and (known != sorted(known) or known[:1] != [0] or known[-1:] != [end])
         if boundaries.dim() != 1 or boundaries.is_floating_point() or wrong:
             raise ValueError(

@@ -144,7 +144,7 @@ class Averages(NamedTuple):
 
 def total(key: Tensor, value: Tensor) -> Averages:
     """Average over all positions, for queries that all see the same logits: (..., 1, N, c)."""
-    if key.shape[-3] == 1 and not key.requires_grad:  # else its gradient would be None, and is 0
+    if key.shape[-3] == 1 and not key.requires_grad:  # else its gradient would be None
         return Averages(value, key.clamp_min(EMPTY))
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
@@ -658,8 +658,7 @@ def pairwise(key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None) -
     """Compute Eq. 2 with a table (B or 1, h, T, T') and a mask (B or 1, 1, T, T'), None if no w is -inf: (B, h, T, c)
     from keys (B, h, T', k) and values (B, h, T', c).
     """
-    masked = visible is not None
-    bias = bias if visible is None else bias.masked_fill(~visible, -math.inf)
+    bias, masked = (bias, False) if visible is None else (bias.masked_fill(~visible, -math.inf), True)
     if len(bias) == 1:
         key, value = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         return block_sums(key, value, bias.squeeze(0), masked=masked).average.permute(2, 0, 1, 3)

@@ -227,10 +227,9 @@ class GridKernel(PositionBias):
         return self.by_offset()[:, down + rows - 1, right + columns - 1].movedim(0, -3)
 
     def by_offset(self) -> Tensor:
-        """Return w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), offset 0 in the middle."""
+        """w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), 0 in the middle."""
         rows, columns = self.grid_size
-        padding = (columns - 1, columns - 1, rows - 1, rows - 1)
-        offsets = nn.functional.pad(self.kernels, padding, value=self.outside)
+        offsets = nn.functional.pad(self.kernels, (columns - 1, columns - 1, rows - 1, rows - 1), value=self.outside)
         top, left = (size // 2 for size in self.kernels.shape[1:])
         return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
 
