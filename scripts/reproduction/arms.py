@@ -132,6 +132,14 @@ BLOOM |= {"hidden_dropout": 0.1, "attention_dropout": 0.0, "tie_word_embeddings"
 MAMBA2 = {"architecture": "mamba2", "hidden_size": 64, "num_hidden_layers": 14, "num_heads": 8, "head_dim": 16}
 MAMBA2 |= {"state_size": 64, "n_groups": 1, "chunk_size": 64, "tie_word_embeddings": False}
 OTHER = AFT | WIDE | {"architecture": "aft-baseline", "num_heads": 4}  # of the shape of the wide AFT
+REFORMER = {"architecture": "reformer", "hidden_size": 128, "attn_layers": ["lsh"] * 4, "num_hashes": 4}
+REFORMER |= {"num_attention_heads": 4, "attention_head_size": 32, "feed_forward_size": 512, "hidden_act": "gelu"}
+REFORMER |= {"hidden_dropout_prob": 0.1, "is_decoder": True, "axial_pos_embds": False, "lsh_attn_chunk_length": 32}
+REFORMER |= {"tie_word_embeddings": False}
+# Attention to the last 64 of 768 sub-pixels: the local 1-D attention of the Image Transformer.
+IMAGE_TRANSFORMER = {"architecture": "gpt_neo", "hidden_size": 64, "num_layers": 8, "num_heads": 2, "window_size": 64}
+IMAGE_TRANSFORMER |= {"attention_types": [[["local"], 8]], "resid_dropout": 0.1, "embed_dropout": 0.1}
+IMAGE_TRANSFORMER |= {"tie_word_embeddings": False}
 IMAGE = {"hidden_size": 96, "num_hidden_layers": 6, "patch_size": 4, "layer_norm_eps": 1e-6}
 CONV = IMAGE | {"architecture": "aft", "modality": "image", "aft_type": "conv", "num_heads": 96, "kernel_size": 5}
 IMAGE_FULL = IMAGE | {"architecture": "aft", "modality": "image", "aft_type": "full", "position_bias_dim": 32}
@@ -189,6 +197,7 @@ TRAININGS: dict[str, Training] = {
     "characters-linear": _characters(OTHER | {"mixer": "linear"}),
     "characters-performer": _characters(OTHER | {"mixer": "performer"}),
     "characters-synthesizer": _characters(OTHER | {"mixer": "synthesizer"}),
+    "characters-reformer": _characters(REFORMER),
     "characters-window-8": _characters(LOCAL | {"window_size": 8}),
     "characters-window-64": _characters(LOCAL | {"window_size": 64}),
     "characters-full": _characters(LOCAL | FULL),
@@ -202,6 +211,7 @@ TRAININGS: dict[str, Training] = {
     "pixels": _pixels(PIXELS_LOCAL),
     "pixels-transformer": _pixels(GPT2),
     "pixels-simple": _pixels(AFT | SIMPLE),
+    "pixels-image-transformer": _pixels(IMAGE_TRANSFORMER),
     "pixels-wide": _pixels(PIXELS_LOCAL | WIDE),
     "pixels-wide-short": _pixels(PIXELS_LOCAL | WIDE, _half("pixels")),
     "pixels-transformer-wide": _pixels(GPT2 | WIDE | {"num_attention_heads": 4}),
@@ -209,7 +219,7 @@ TRAININGS: dict[str, Training] = {
     "conv": _images(CONV, None, "kernels"),
     "vit": _images(VIT),
     "lambda": _images(LAMBDA),
-    "full": _images(IMAGE_FULL, None, "position_biases"),
+    "full": _images(IMAGE_FULL, None, "position_biases", "locality"),
     "full-unfactorized": _images(IMAGE_FULL | {"position_bias_dim": None}, None, "position_biases"),
     "conv-few-heads": _images(CONV | FEW_HEADS),
     "conv-3": _images(CONV | KERNEL_3),

@@ -161,11 +161,12 @@ _CLAIMS = (
     ),
     Claim(
         "7",
-        "AFT-local beats the Transformer of equal depth and width on pixels",
+        "AFT-local beats the Transformer of equal depth and width on pixels, and AFT-simple the Image Transformer",
         "Table 2",
         (
             _beats("deep and narrow", "pixels", "pixels-transformer", paper=(2.74, 2.86)),
             _beats("shallow and wide", "pixels-wide", "pixels-transformer-wide", paper=(2.80, 2.88)),
+            _beats("AFT-simple, Image Transformer", "pixels-simple", "pixels-image-transformer", paper=(2.89, 2.90)),
         ),
     ),
     Claim(
@@ -263,13 +264,14 @@ _CLAIMS = (
     ),
     Claim(
         "18",
-        "AFT beats the Linear Transformer, Performer, Synthesizer and lambda layers of equal depth and width, and "
-        "needs less memory than lambda layers",
+        "AFT beats the Linear Transformer, Performer, Synthesizer, Reformer and lambda layers of equal depth and "
+        "width, and needs less memory than the last",
         "Tables 4, 7",
         (
             _beats("Linear Transformer", "characters-wide", "characters-linear", paper=(1.180, 1.207)),
             _beats("Performer", "characters-wide", "characters-performer", paper=(1.180, 1.199)),
             _beats("Synthesizer", "characters-wide", "characters-synthesizer", paper=(1.180, 1.298)),
+            _beats("Reformer", "characters-wide", "characters-reformer", paper=(1.180, 1.195)),
             _beats("lambda layers", "conv", "lambda", paper=(0.808, 0.800)),
             Comparison("lambda layers, small: memory", ("speed-lambda", "memory_ratio"), 1.0, paper=(0.55, 1.0)),
             _control("AFT-simple, Linear Transformer", "characters-simple-wide", "characters-linear"),
@@ -277,6 +279,12 @@ _CLAIMS = (
             _control("lambda layers, faster biases", "conv-fast", "lambda"),
         ),
         "The first two have learned positions only, as AFT-simple.",
+    ),
+    Claim(
+        "20",
+        "AFT-full learns local position biases",
+        "Figure 3",
+        (Comparison("mean distance by softmax(w), relative to equal weights", ("full", "distance"), 1.0),),
     ),
 )
 _OURS = (

@@ -113,7 +113,8 @@ class Records:
 
     def _values(self, side: tuple[str, str], confirmed: bool) -> dict[int, float]:
         arm, metric = side
-        return {seed: x["metrics"][metric] for seed, x in self.of(arm, confirmed=confirmed).items()}
+        metrics = {seed: x["metrics"] for seed, x in self.of(arm, confirmed=confirmed).items()}
+        return {seed: x[metric] for seed, x in metrics.items() if metric in x}  # earlier runs may lack it
 
     def verdict(self, claim: Claim) -> str:
         """A claim holds if all comparisons of the paper do, and does not hold if one of them does not."""

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
 
+from aft_hf.analysis import bias_maps
 from aft_hf.loading import load, load_trained
 from aft_hf.mixers_aft import AFTConv
 from aft_hf.training.recipe import BytesRecipe, ImagesRecipe, Recipe, build_recipe
@@ -68,6 +69,18 @@ def kernels(recipe: Recipe) -> dict[str, float]:
     return {"kernel_use": torch.cat(shares).mean().item()}
 
 
+def locality(recipe: Recipe) -> dict[str, float]:
+    """Mean distance of two patches with the weights softmax(w), relative to equal weights: the mean over layers, heads
+    and queries. The class token is left out.
+    """
+    model = _trained(AutoModelForImageClassification, recipe)
+    rows, columns = model.config.grid_size
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double()
+    distances = torch.cdist(places, places)
+    weights = torch.stack(bias_maps(model))[..., -len(places) :, -len(places) :].double().softmax(-1)
+    return {"distance": ((weights * distances).sum(-1) / distances.mean(-1)).mean().item()}
+
+
 def position_biases(recipe: Recipe) -> dict[str, float]:
     """Number of position-bias parameters per layer."""
     kind = AutoModelForImageClassification if recipe.task == "images" else AutoModelForCausalLM
@@ -80,6 +93,7 @@ MEASURES: dict[str, Callable[[Recipe], dict[str, float]]] = {
     "lengths": lengths,
     "image_sizes": image_sizes,
     "kernels": kernels,
+    "locality": locality,
     "position_biases": position_biases,
 }
 

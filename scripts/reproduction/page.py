@@ -34,14 +34,14 @@ t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p is tha
 that a claim allows, adjusted by Holm over the comparisons of a claim (of the paper; of ours); intervals are not
 adjusted. A comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold, and one
 that fails sinks it. Controls are ours and decide nothing. Parameters and memory (the peak of a call, without weights)
-are exact; speeds have a sign test over nine turns. The intervals, the first learning rates and the seeds were fixed
-before the confirmed runs; Holm's adjustment, and that controls do not count, after them. Intervals leave out the
-sampling error of the test sets (standard error of a score: {{errors}}).
+are exact; speeds have a sign test over nine turns. Intervals, first learning rates and seeds were fixed before the
+confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the sampling error of the
+test sets (standard error of a score: {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
-cosine schedule. The grid grows until the best rate is inside; ‡ marks comparisons with a rate at the
-edge of the first grid: {{edges}}. Earlier runs (three seeds, a quarter of the steps at four times the batch,
-one learning rate for all, data recorded by name alone) decide nothing and are in the appendix.
+cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate at the edge of the first
+grid: {{edges}}. Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning
+rate for all) decide nothing and are in the appendix.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -224,7 +224,7 @@ def _ours(records: Records, pictures: str) -> str:
 RECALL = """**Associative recall** (MQAR, arXiv 2312.04927): n pairs of key and value, then each key asks for its
 value. Right answers of 2 layers of width 64 after 400 steps; seeds: {seeds}; learning rates chosen at 4 pairs."""
 WIDTHS = """**Time by width** (Table 1): forward, 1,024 tokens on a CPU. AFT grows with d, linear attention with d²
-(one head) or d (heads of 64), the projections of both with d²."""
+(one head) or d (heads of 64), their projections with d²."""
 LENGTHS = """**Longer texts than in training** (arXiv 2108.12409): bits per character of four layers after 600 steps at
 T = 64."""
 LATER = "**Later layers** on characters, by the rule above:"

@@ -207,7 +207,7 @@ class Runner:
             changes |= {"steps": arm.steps // share}
             values["schedule"]["warmup_steps"] //= share
         if self.smoke:
-            changes |= SMOKE | ({} if arm.start else {"model.num_hidden_layers": 2})
+            changes |= SMOKE | ({"model.num_hidden_layers": 2} if "num_hidden_layers" in arm.model else {})
             values["schedule"]["warmup_steps"] = 1
         for key, value in changes.items():
             *parts, last = key.split(".")

@@ -1,16 +1,20 @@
 """Tests of runs: what identifies them, small runs of each kind, and repeated, resumed and failed runs."""
 
+import math
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from aft_hf import AFTConfig, AFTForImageClassification
 from scripts.benchmark.page import read_records
 from scripts.reproduction import recall, running
 from scripts.reproduction.__main__ import arms_of, main, run_all, uses_gpu
 from scripts.reproduction.arms import ARMS
+from scripts.reproduction.measures import locality
 from scripts.reproduction.running import SEARCH_SEED, Run, Runner
 
 
@@ -122,6 +126,31 @@ def test_a_converted_vit_is_trained_from_the_run_of_the_same_seed(runner):
     found = runner.run(Run("conv-of-vit", 1, 1e-3))  # trains the ViT, whose model is not there
     assert 0 <= found["metrics"]["test"] <= 1 and found["metrics"]["test_error"] >= 0
     assert (runner.path(runner.start_of(Run("conv-of-vit", 1))) / "config.json").exists()
+
+
+def test_locality_is_the_mean_distance_by_the_weights_of_w_relative_to_equal_weights(tmp_path):
+    config = AFTConfig(
+        modality="image",
+        aft_type="full",
+        position_bias_dim=None,
+        hidden_size=4,
+        num_hidden_layers=1,
+        image_size=8,
+        patch_size=4,
+    )
+    model = AFTForImageClassification(config)
+    with torch.no_grad():
+        model.aft.layers[0].mixer.position_bias_table.zero_()
+    model.save_pretrained(tmp_path)
+    recipe = SimpleNamespace(output_dir=str(tmp_path))
+    assert locality(recipe)["distance"] == pytest.approx(1)
+    # Each of 2 x 2 patches has two others at distance 1 and one at sqrt(2). Only itself and one of them count here.
+    w = torch.full((1, 5, 5), -math.inf)
+    w[:, [1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 2, 1, 4, 3]] = math.log(3.0)
+    with torch.no_grad():
+        model.aft.layers[0].mixer.position_bias_table.copy_(w.clamp_min(-1e4))
+    model.save_pretrained(tmp_path)
+    assert locality(recipe)["distance"] == pytest.approx((1 / 2) / ((2 + math.sqrt(2)) / 4))
 
 
 @pytest.mark.slow
