@@ -46,9 +46,8 @@ from aft_hf.configuration_aft import pair
 from aft_hf.console import no_bars_in_logs, reported
 from aft_hf.conversion import REPORT_NAME, ImagesOnDisk, adapt_to_image_size, read_images, save_converted
 from aft_hf.running.checkpoints import remove_checkpoints
-from aft_hf.running.ownership import owned
+from aft_hf.running.ownership import join_processes, owned
 from aft_hf.training import build_optimizer
-from aft_hf.training.loop import join_processes
 from aft_hf.training.loop import train as train_recipe
 from aft_hf.training.recipe import load_recipe
 

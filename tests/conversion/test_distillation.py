@@ -26,7 +26,7 @@ from aft_hf.conversion import (
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import DistillationOptions, distill, rate, student_losses, weight_of_hidden_states
 from aft_hf.publishing import write_card
-from aft_hf.running.ownership import RUN, owned
+from aft_hf.running.ownership import RUN, join_processes, owned
 from aft_hf.running.steps import StopSignal
 
 
@@ -284,7 +284,7 @@ def save(vit, out, images, **options):
 
 def test_a_directory_in_use_is_refused_before_anything_is_computed(vit, images, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "read_source", lambda *arguments, **options: pytest.fail("the source was read"))
-    module.PartialState(cpu=True)
+    join_processes()
     with owned(tmp_path / CHECKPOINTS), pytest.raises(OSError, match="is in use by"):
         save(vit, tmp_path / "out", images)
 

@@ -6,8 +6,7 @@ import socket
 import pytest
 from runs import bytes_recipe, finish, results_of, run, start, wait_for
 
-from aft_hf.running.ownership import LOCK, OWNER, RUN, owned
-from aft_hf.training.loop import join_processes
+from aft_hf.running.ownership import LOCK, OWNER, RUN, join_processes, owned
 
 
 @pytest.fixture(autouse=True)

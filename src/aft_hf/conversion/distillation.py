@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Annotated, Any, Literal
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
 from pydantic import ConfigDict, Field, ValidationError
@@ -33,7 +33,7 @@ from ..errors import explain
 from ..modeling_aft import AFTForImageClassification
 from ..reading import Document
 from ..running.checkpoints import Checkpoints, read_manifest, refuse_changes, remove_checkpoints
-from ..running.ownership import owned
+from ..running.ownership import join_processes, owned
 from ..running.steps import Training, take_steps
 from .source import VisionTransformerSource
 
@@ -146,10 +146,10 @@ def locked_checkpoints(directory: Path) -> Iterator[bool]:
 
     Yields whether this is the main process of the launch, which writes the model.
     """
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    is_main = join_processes().is_main_process
     with owned(directory, temporary=True):
-        yield state.is_main_process
-        if state.is_main_process:
+        yield is_main
+        if is_main:
             remove_checkpoints(directory)
 
 
@@ -185,8 +185,8 @@ class _Run(Training):
         conversion: Mapping[str, Any],
     ):
         self.classes = teacher_classes(source.config, model.config)
-        # Accelerate creates a process group on CPUs only with cpu=True.
-        self.accelerator = accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+        join_processes()
+        self.accelerator = accelerator = Accelerator()
         self.settings, self.images, self.step, self.seconds = settings, images, 0, 0.0
         self.size, self.num_patches = pair(model.config.image_size), math.prod(model.config.grid_size)
         self.keeps_class_token = model.config.use_cls_token

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
@@ -21,6 +22,12 @@ from ..reading import read_text
 RUN = "_run"  # a name that neither Trainer nor `publish` uploads
 FOLDERS = ("checkpoint", RUN, "runs", "aft-hf", "wandb", "mlruns")  # beginnings of the names of folders of a run
 LOCK, OWNER = f"{RUN}/run.lock", f"{RUN}/owner.txt"  # OWNER names the process that holds the lock
+
+
+def join_processes() -> PartialState:
+    """Join the group of the processes of this launch, and return its state."""
+    # Accelerate creates a group of CPU processes only with an explicit `cpu=True`.
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, send_to_device
 from torch.utils.data import DataLoader
@@ -32,7 +32,7 @@ from ..atomic_files import move_into, write_json
 from ..data.samples import GlobalBatches, steps_per_epoch
 from ..errors import explained
 from ..running.checkpoints import DATA, Checkpoints, Record, find_damage, read_manifest, refuse_changes
-from ..running.ownership import owned
+from ..running.ownership import join_processes, owned
 from ..running.steps import Training, take_steps
 from .context_parallelism import ContextParallelGroup
 from .optimization import averaged, build_optimizer, keep_average
@@ -181,7 +181,8 @@ class Run(Training):
         accelerator, clip, group = self.accelerator, self.recipe.max_grad_norm, self.context_group
         batch = next(self.batches)
         place = (group.rank,) if group.size > 1 else ()  # each shard of a sample has its own dropout
-        seed_random(self.recipe.seed, self.step, index * group.groups + group.index, *place)
+        numbers = self.recipe.seed, self.step, index * group.groups + group.index, *place
+        torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
         with accelerator.accumulate(self.model):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             loss = group.loss(self.task, self.model, batch)
@@ -322,17 +323,6 @@ class Run(Training):
         vars(self).clear()
         accelerator.free_memory()
         accelerator.end_training()
-
-
-def seed_random(*numbers: int) -> None:
-    """Seed the random numbers of dropout, drop path and augmentation from several numbers."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
-
-
-def join_processes() -> PartialState:
-    """Join the group of the processes of this launch, and return its state."""
-    # Accelerate creates a group of CPU processes only with an explicit `cpu=True`.
-    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
