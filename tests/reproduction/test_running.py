@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 
 from aft_hf import AFTConfig, AFTForImageClassification
 from scripts.benchmark.page import read_records
+from scripts.reproduction import __main__ as reproduction
 from scripts.reproduction import recall, running
 from scripts.reproduction.__main__ import arms_of, main, run_all, uses_gpu
 from scripts.reproduction.arms import ARMS
@@ -176,6 +178,23 @@ def test_one_failure_does_not_stop_the_others_and_no_run_begins_after_the_time(r
     ]
     monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("a run after the time"))
     assert run_all(runner, ["conv"], 1, time.monotonic() - 1) == []
+
+
+def test_a_run_that_saves_a_checkpoint_at_the_end_of_the_time_does_not_end_the_others(runner, monkeypatch, capsys):
+    """It raises SystemExit(143), which a pool passes on."""
+
+    def run(self, each):
+        if each.rate == 1e-3:
+            raise SystemExit(143)
+        return record(self, each)
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(
+        reproduction, "ProcessPoolExecutor", lambda processes, **options: ThreadPoolExecutor(processes)
+    )
+    assert run_all(runner, ["characters"], 1, NEVER, 2) == ["characters (no learning rate was chosen)"]
+    told = capsys.readouterr().out
+    assert "characters@0.001, seed 1000: interrupted" in told and len(runner.records) == 2
 
 
 def test_models_for_associative_recall_train_and_a_sequence_has_each_key_twice(runner):
