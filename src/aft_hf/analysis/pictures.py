@@ -73,6 +73,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     check_path(path)
     with write_atomic(path) as file, styled():
         figure.savefig(file, format=path.suffix[1:], facecolor="none", **FORMATS[path.suffix])
+    figure.set_layout_engine("none")  # the layout, which takes seconds, holds for other files of this picture
 
 
 @styled()
