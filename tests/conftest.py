@@ -1,5 +1,6 @@
 """Fixtures of several test files: fixed seeds, commands that run in this process, and a browser."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -112,6 +113,15 @@ def browser():
         opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects() -> None:
+    """Keep the objects of the libraries out of later garbage collections, which would take half a second: a training
+    run ends with one.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Tiny training runs, in this process and in others, which can then be killed."""
 
 import faulthandler
+import gc
 import io
 import json
 import multiprocessing
@@ -260,6 +261,7 @@ def assert_same_run(results: dict, expected: dict) -> None:
 
 def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:
     faulthandler.enable()  # a crash prints the stacks of all threads
+    gc.freeze()  # as in conftest.py
     os.environ.update(environment)
     torch.set_num_threads(1)
     # Forked data workers are children of this process and end when it is killed. Workers of a fork server would not.
