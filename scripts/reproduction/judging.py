@@ -69,11 +69,15 @@ class Records:
         return {seed: x for (name, seed, known), x in sorted(self._of.items()) if (name, known) == (arm, confirmed)}
 
     def rate_is_inside(self, arm: str) -> bool:
-        """Whether the learning rate of an arm is better than a lower and a higher one; an arm may have none."""
+        """Whether the runs of an arm have the best of the learning rates that were tried, and a lower and a higher one
+        were tried; an arm may have no rate.
+        """
         rates = {x["rate"] for x in self.of(arm).values()} - {None}
         chosen = f"{getattr(ARMS[arm], 'rate_of', arm)}@"
-        tried = {x["rate"] for name, _, _ in self._of if name.startswith(chosen) for x in self.of(name).values()}
-        return ARMS[arm].data not in RATES or all(tried and min(tried) < rate < max(tried) for rate in rates)
+        searches = (x for name, _, _ in self._of if name.startswith(chosen) for x in self.of(name).values())
+        tried = {x["rate"]: x["metrics"]["train"] for x in searches}
+        best = min(tried, key=tried.__getitem__, default=None)
+        return ARMS[arm].data not in RATES or (best is not None and rates <= {best} and min(tried) < best < max(tried))
 
     def judge(self, claim: Claim) -> dict[Comparison, Judgement]:
         """Judge the comparisons of a claim by confirmed runs. Those of the paper are adjusted together, and controls

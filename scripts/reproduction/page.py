@@ -39,9 +39,9 @@ confirmed runs, Holm's adjustment and the role of controls after them. Intervals
 test sets (standard error of a score: {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
-cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate at the edge of the first
-grid: {{edges}}. Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning
-rate for all) decide nothing and are in the appendix.
+cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate that is not: {{edges}}.
+Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning rate for all) decide nothing
+and are in the appendix.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -260,7 +260,7 @@ def _lengths(records: Records) -> str:
     for arm in OURS["lengths"].shown:
         if runs := records.of(arm).values():
             means = [statistics.fmean(x["metrics"][f"test_at_{factor}x"] for x in runs) for factor in LONGER]
-            model = arm.removeprefix("lengths-").replace("aft", "AFT")
+            model = arm.removeprefix("lengths-").replace("aft", "AFT").replace("attention", "attention (ALiBi)")
             cells = [model, *(f"{mean:.3f}" for mean in means), str(len(runs))]
             rows.append(f"| {' | '.join(cells)} |\n")
     head = f"| | {' | '.join(f'T = {64 * factor}' for factor in LONGER)} | seeds |\n|---|{'---:|' * 5}\n"

@@ -133,11 +133,13 @@ def test_the_p_of_the_comparisons_of_a_claim_are_adjusted_by_holm():
     assert found[both.comparisons[0]].p == pytest.approx(0.06)
 
 
-def test_a_rate_is_inside_the_grid_if_a_lower_and_a_higher_one_were_tried():
-    def tried(*rates, best, arm="conv", searched="conv"):
-        searches = [made_up(f"{searched}@{rate:g}", 1000) | {"rate": rate} for rate in rates]
-        return Records([*searches, made_up(arm, 0) | {"rate": best}]).rate_is_inside(arm)
+def test_a_rate_is_inside_the_grid_if_it_is_the_best_and_a_lower_and_a_higher_one_were_tried():
+    def tried(*rates, best, used=None, arm="conv", searched="conv"):
+        losses = {rate: abs(rate - best) for rate in rates}
+        searches = [made_up(f"{searched}@{rate:g}", 1000, train=losses[rate]) | {"rate": rate} for rate in rates]
+        return Records([*searches, made_up(arm, 0) | {"rate": used or best}]).rate_is_inside(arm)
 
     assert tried(1e-3, 2e-3, 4e-3, best=2e-3)
     assert not tried(1e-3, 2e-3, 4e-3, best=4e-3) and not tried(1e-3, 2e-3, 4e-3, best=1e-3)
+    assert not tried(1e-3, 2e-3, 4e-3, 8e-3, best=4e-3, used=2e-3)  # chosen before the grid was extended
     assert tried(1e-3, 2e-3, 4e-3, best=2e-3, arm="recall-aft-conv-2", searched="recall-aft-conv-4")
