@@ -178,9 +178,9 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
             ended = finish(launch(run_file, ("output.txt", "snippet.py"), **os.environ))
             assert ended == [0], f"{snippet}:\n{Path('output.txt').read_text()[-3000:]}"
             continue
-        # Without the launcher, which `accelerate launch` starts: its processes import the libraries for seconds.
-        if command.startswith("torchrun"):
-            asked = parse_args(shlex.split(command)[1:])
+        # Without the launchers, whose processes import the libraries for seconds, but with one: that of FSDP2.
+        if command.startswith(("torchrun", "accelerate launch -m")):
+            asked = parse_args(shlex.split(command.removeprefix("accelerate "))[1:])
             count, program = int(asked.nproc_per_node), (asked.training_script, *asked.training_script_args)
             environment = {**os.environ, "TORCHELASTIC_RUN_ID": "snippet"}
             ended = finish(launch(run_file, ("output.txt", *program), count, **environment))
