@@ -117,8 +117,8 @@ def browser():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects() -> None:
-    """Keep the objects of the libraries out of later garbage collections, which would take half a second: a training
-    run ends with one.
+    """Exclude the objects of the libraries from later garbage collections. Accelerate makes one at the end of each
+    training run, which takes half a second with these objects.
     """
     gc.collect()
     gc.freeze()

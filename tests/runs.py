@@ -261,7 +261,7 @@ def assert_same_run(results: dict, expected: dict) -> None:
 
 def _call(target: Callable, arguments: tuple, environment: dict[str, str]) -> None:
     faulthandler.enable()  # a crash prints the stacks of all threads
-    gc.freeze()  # as in conftest.py
+    gc.freeze()  # see `frozen_objects` in conftest.py
     os.environ.update(environment)
     torch.set_num_threads(1)
     # Forked data workers are children of this process and end when it is killed. Workers of a fork server would not.

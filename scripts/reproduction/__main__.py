@@ -139,7 +139,7 @@ def run_all(runner: Runner, arms: list[str], seeds: int, end: float, processes: 
                 run = running.pop(future)
                 try:
                     runner.add(future.result())
-                except (BrokenExecutor, SystemExit):  # of a run that has saved a checkpoint
+                except (BrokenExecutor, SystemExit):  # SystemExit: the run has saved a checkpoint
                     print(f"{run.name}, seed {run.seed}: interrupted")
                 except (ValueError, OSError, RuntimeError) as error:
                     traceback.print_exception(error, file=sys.stderr)

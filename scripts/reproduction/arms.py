@@ -136,7 +136,7 @@ REFORMER = {"architecture": "reformer", "hidden_size": 128, "attn_layers": ["lsh
 REFORMER |= {"num_attention_heads": 4, "attention_head_size": 32, "feed_forward_size": 512, "hidden_act": "gelu"}
 REFORMER |= {"hidden_dropout_prob": 0.1, "is_decoder": True, "axial_pos_embds": False, "lsh_attn_chunk_length": 32}
 REFORMER |= {"tie_word_embeddings": False}
-# Attention to the last 64 of 768 sub-pixels: the local 1-D attention of the Image Transformer.
+# Attention to the last 64 of 768 sub-pixels: the 1-D attention of the Image Transformer. The paper has the 2-D one.
 IMAGE_TRANSFORMER = {"architecture": "gpt_neo", "hidden_size": 64, "num_layers": 8, "num_heads": 2, "window_size": 64}
 IMAGE_TRANSFORMER |= {"attention_types": [[["local"], 8]], "resid_dropout": 0.1, "embed_dropout": 0.1}
 IMAGE_TRANSFORMER |= {"tie_word_embeddings": False}

@@ -166,7 +166,7 @@ _CLAIMS = (
         (
             _beats("deep and narrow", "pixels", "pixels-transformer", paper=(2.74, 2.86)),
             _beats("shallow and wide", "pixels-wide", "pixels-transformer-wide", paper=(2.80, 2.88)),
-            _beats("AFT-simple, Image Transformer", "pixels-simple", "pixels-image-transformer", paper=(2.89, 2.90)),
+            _beats("AFT-simple, local attention", "pixels-simple", "pixels-image-transformer", paper=(2.89, 2.90)),
         ),
     ),
     Claim(

@@ -154,8 +154,8 @@ def workplace(tmp_path, quickstart) -> Path:
 @pytest.mark.usefixtures("forks_for_spawned_processes")
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS)
 def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch):
-    """Commands of aft-hf run in this process. A fork server with the libraries starts the processes of torchrun, and
-    one for each Python snippet, which runs as the main module and needs its own imports. The server has imported
+    """Commands of aft-hf run in this process. A fork server with the libraries starts the processes of launchers,
+    and one for each Python snippet, which runs as the main module and needs its own imports. The server has imported
     aft_hf, which registers the Auto classes, so the text of a snippet with Auto classes is searched for the import.
     """
     monkeypatch.chdir(workplace)
@@ -178,7 +178,7 @@ def test_every_snippet_of_a_page_runs(page, workplace, run_command, monkeypatch)
             ended = finish(launch(run_file, ("output.txt", "snippet.py"), **os.environ))
             assert ended == [0], f"{snippet}:\n{Path('output.txt').read_text()[-3000:]}"
             continue
-        # Without the launchers, whose processes import the libraries for seconds, but with one: that of FSDP2.
+        # Only the command for FSDP2 runs its launcher: a launcher imports the libraries again, which takes seconds.
         if command.startswith(("torchrun", "accelerate launch -m")):
             asked = parse_args(shlex.split(command.removeprefix("accelerate "))[1:])
             count, program = int(asked.nproc_per_node), (asked.training_script, *asked.training_script_args)
