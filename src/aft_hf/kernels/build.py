@@ -1,8 +1,9 @@
 """Compile the CPU kernels: `python src/aft_hf/kernels/build.py`. The installation of the package does it, too.
 
 Needs a C++17 compiler (g++ or clang++, or the one that CXX names), but neither PyTorch nor its headers. The libraries,
-one for each instruction set of the machine's architecture, are written next to the sources. If there is no compiler,
-or it fails, a message says so, and the package computes everything by its portable form.
+one for each instruction set of the machine's architecture, are written next to the sources, and kept if they are there
+already. If there is no compiler, or it fails, a message says so, and the package computes everything by its portable
+form.
 """
 
 import hashlib
@@ -48,23 +49,27 @@ def build(directory: Path = SOURCES) -> list[str]:
     """Compile the kernels for each instruction set of this architecture, and print the errors of those that fail.
 
     Args:
-        directory: where the libraries are written.
+        directory: where the libraries are written. One with the name of `library_path` is kept.
 
     Returns:
-        The variants that were compiled.
+        The variants whose libraries are there.
 
     Raises:
-        RuntimeError: none was compiled: there is no compiler, it fails, or there are no kernels for this architecture.
+        RuntimeError: there is none: no compiler, it fails, or there are no kernels for this architecture.
     """
     variants = VARIANTS.get(platform.machine(), {})
     found = compiler()
-    if not variants or found is None:
-        raise RuntimeError(f"no kernels for {platform.machine()}" if found else "no C++ compiler found")
+    if not variants:
+        raise RuntimeError(f"no kernels for {platform.machine()}")
     sources = sorted(map(str, SOURCES.glob("*.cpp")))
     directory.mkdir(parents=True, exist_ok=True)
 
     def compile_variant(variant: str) -> bool:
         path = library_path(variant, directory)
+        if path.is_file():
+            return True
+        if found is None:
+            return False
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         command = [found, *OPTIONS, *variants[variant], *sources, "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True)
@@ -79,7 +84,7 @@ def build(directory: Path = SOURCES) -> list[str]:
     with ThreadPoolExecutor() as threads:
         compiled = [variant for variant, done in zip(variants, threads.map(compile_variant, variants)) if done]
     if not compiled:
-        raise RuntimeError(f"{found} failed")
+        raise RuntimeError(f"{found} failed" if found else "no C++ compiler found")
     return compiled
 
 
