@@ -40,8 +40,7 @@ test sets (standard error of a score: {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
 cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate that is not: {{edges}}.
-Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning rate for all) decide nothing
-and are in the appendix.
+Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning rate) are in the appendix.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -134,7 +133,14 @@ def _runs(records: Records) -> str:
     arms = Counter(record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES)
     seeds = ", ".join(f"{n} ({count} arm{'s' * (count > 1)})" for n, count in sorted(Counter(arms.values()).items()))
     others = f"{sum(all_of) - final} chose a learning rate, and {all_of.count(False)} are earlier ones"
-    return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}."
+    return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}. {_made_by(records)}"
+
+
+def _made_by(records: Records) -> str:
+    """The machines of the confirmed runs, and their versions."""
+    found = _confirmed(records)
+    versions = {" ".join(pair) for record in found for pair in record["versions"].items() if "aft" not in pair[0]}
+    return f"By {'; '.join(sorted({record['device'] for record in found}))}; {', '.join(sorted(versions))}."
 
 
 def _edges(records: Records) -> str:

@@ -60,7 +60,9 @@ def test_a_variant_that_cannot_be_compiled_does_not_stop_the_others(tmp_path, mo
     assert "no CPU kernels for broken" in capfd.readouterr().err
     library_of_plain = build.library_path("plain", tmp_path)
     monkeypatch.setattr(build, "compiler", lambda: None)
-    assert library_of_plain.is_file() and build.build(tmp_path) == ["plain"], "a library that is there was compiled again"
+    assert library_of_plain.is_file() and build.build(tmp_path) == ["plain"], (
+        "a library that is there was compiled again"
+    )
 
 
 def test_without_a_compiler_the_build_says_so_in_one_line(tmp_path):

@@ -21,6 +21,7 @@ def runs(arm, *tests, identity="known", rate=1e-3, **metrics):
     losses = [[10, 2.0], [20, 1.5]]
     return [
         {"arm": arm, "seed": seed, "rate": rate, "identity": identity, "losses": losses}
+        | {"device": "a computer, 1 threads", "versions": {"torch": "2.13.0"}}
         | {"metrics": {"test": test, "train": test, "test_error": 0.004, "parameters": 700_000} | metrics}
         for seed, test in enumerate(tests)
     ]
