@@ -9,6 +9,8 @@ the same command.
 import subprocess
 import sys
 from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from aft_hf.benchmarking import machine
@@ -29,7 +31,11 @@ def record(page: str, command: str, records: Path = RECORDS) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, check=True)
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = {"page": page, "command": command, "commit": commit.stdout.decode().strip(), "machine": machine()}
-    found |= {"versions": versions(), "date": str(date.today()), "output": done.stdout.splitlines()}
+    found |= {
+        "versions": versions() | {name: version(name) for name in ("triton",) if find_spec(name)},
+        "date": str(date.today()),
+        "output": done.stdout.splitlines(),
+    }
     print(*found["output"], sep="\n")
     write_records(records, [*(x for x in read_records(records) if x["command"] != command), found])
 
