@@ -1,5 +1,6 @@
 """Tests of record.py, and of the records of the pages."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -21,4 +22,6 @@ def test_the_last_output_of_a_command_is_kept_and_none_of_one_that_fails(tmp_pat
 
 def test_pages_link_to_their_records():
     pages = {each["page"] for each in read_records(RECORDS)}
-    assert pages and all("(outputs.json)" in Path(ROOT, page).read_text(encoding="utf-8") for page in pages)
+    assert pages and all(
+        re.search(r"\((docs/)?outputs\.json\)", Path(ROOT, page).read_text(encoding="utf-8")) for page in pages
+    )
