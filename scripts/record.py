@@ -16,6 +16,7 @@ from pathlib import Path
 from aft_hf.benchmarking import machine
 from scripts.benchmark.cases import versions
 from scripts.benchmark.page import read_records, write_records
+from scripts.build import git
 
 
 ROOT = Path(__file__).parents[1]
@@ -28,14 +29,11 @@ def record(page: str, command: str, records: Path = RECORDS) -> None:
     Raises:
         CalledProcessError: the command or git fails; then nothing is written.
     """
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, check=True)
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found = {"page": page, "command": command, "commit": commit.stdout.decode().strip(), "machine": machine()}
-    found |= {
-        "versions": versions() | {name: version(name) for name in ("triton",) if find_spec(name)},
-        "date": str(date.today()),
-        "output": done.stdout.splitlines(),
-    }
+    # bash is found in the PATH, because its location differs between machines.
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)  # nosec B607
+    found = {"page": page, "command": command, "commit": git("rev-parse", "--short", "HEAD").decode().strip()}
+    known = versions() | {name: version(name) for name in ("triton",) if find_spec(name)}
+    found |= {"machine": machine(), "versions": known, "date": str(date.today()), "output": done.stdout.splitlines()}
     print(*found["output"], sep="\n")
     write_records(records, [*(x for x in read_records(records) if x["command"] != command), found])
 
