@@ -155,6 +155,7 @@ def test_a_compiled_step_with_a_static_cache_is_one_graph(computed):
 def test_generate_compiles_the_steps_of_a_static_cache_as_one_graph(aft_type, computed):
     """Whole steps can then be CUDA graphs, as `generate` makes them on a GPU."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # which a reset does not
     model = language_model(aft_type, **SMALL | {"num_hidden_layers": 1}).to(DEVICE)
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
     config._compile_all_devices = True
