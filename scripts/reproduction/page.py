@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 TEXT = f"""# The paper's claims at small scale
 
 Each claim is tested by small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels and
-images). They end far from convergence: compare the order of numbers, not values. Text is in bits per
-character or dimension (lower is better), images in accuracy.
+images), far from convergence: compare the order of numbers, not values. Text is in bits per character or dimension
+(lower is better), images in accuracy.
 
 {{verdicts}}
 
@@ -36,7 +36,7 @@ adjusted. A comparison is decided if p is at most 0.05. A claim *holds* if all c
 that fails sinks it. Controls are ours and decide nothing. Parameters and memory (the peak of a call, without weights)
 are exact; speeds have a sign test over nine turns. Intervals, first learning rates and seeds were fixed before the
 confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the sampling error of the
-test sets (standard error of a score: {{errors}}).
+test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
 cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate that is not: {{edges}}.
@@ -50,7 +50,7 @@ python -m scripts.reproduction all --device cuda --minutes 8 \\
 python -m scripts.reproduction report
 ```
 
-`cifar10` is a folder with `train.parquet` and `validation.parquet`. The last command writes this page and
+`cifar10` holds `train.parquet` and `validation.parquet`. The last command writes this page and
 [its records](reproduction.json).
 
 ## Claims
@@ -105,12 +105,12 @@ def counted(records: Records) -> str:
     """How many claims have each verdict."""
     verdicts = Counter(records.verdict(claim) for claim in CLAIMS.values())
     words = {
-        HOLDS: "hold",
-        FAILS: "do not hold at this size",
-        UNDECIDED: "are undecided",
-        NOT_RUN: "are not confirmed",
+        HOLDS: ("holds", "hold"),
+        FAILS: ("does not hold at this size", "do not hold at this size"),
+        UNDECIDED: ("is not decided", "are not decided"),
+        NOT_RUN: ("is not confirmed", "are not confirmed"),
     }
-    said = [f"{verdicts[verdict]} {word}" for verdict, word in words.items() if verdicts[verdict]]
+    said = [f"{n} {word[n > 1]}" for verdict, word in words.items() if (n := verdicts[verdict])]
     return f"Of {len(CLAIMS)} claims, {' and '.join([', '.join(said[:-1]), said[-1]])}."
 
 
@@ -120,7 +120,7 @@ def _errors(records: Records) -> str:
     for record in _confirmed(records):
         if "test_error" in record["metrics"] and ARMS[record["arm"]].data in kinds:
             errors.setdefault(kinds[ARMS[record["arm"]].data], []).append(record["metrics"]["test_error"])
-    return ", ".join(f"at most {max(values):.3f} {kind}" for kind, values in errors.items()) or "not measured"
+    return ", ".join(f"{max(values):.3f} {kind}" for kind, values in errors.items()) or "not measured"
 
 
 def _confirmed(records: Records) -> list[Record]:
@@ -131,9 +131,10 @@ def _confirmed(records: Records) -> list[Record]:
 def _runs(records: Records) -> str:
     final, all_of = len(_confirmed(records)), [record["identity"] is not None for record in records.all()]
     arms = Counter(record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES)
-    seeds = ", ".join(f"{n} ({count} arm{'s' * (count > 1)})" for n, count in sorted(Counter(arms.values()).items()))
+    by_seeds = sorted(Counter(arms.values()).items())
+    seeds, counts = (" / ".join(str(pair[i]) for pair in by_seeds) or "-" for i in (0, 1))
     others = f"{sum(all_of) - final} chose a learning rate, and {all_of.count(False)} are earlier ones"
-    return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}. {_made_by(records)}"
+    return f"{final} runs are confirmed, {others}. Arms with {seeds} seeds: {counts}. {_made_by(records)}"
 
 
 def _made_by(records: Records) -> str:
@@ -233,7 +234,7 @@ WIDTHS = """**Time by width** (Table 1): forward, 1,024 tokens on a CPU. AFT gro
 (one head) or d (heads of 64), their projections with d²."""
 LENGTHS = """**Longer texts than in training** (arXiv 2108.12409): bits per character of four layers after 600 steps at
 T = 64."""
-LATER = "**Later layers** on characters, by the rule above:"
+LATER = "**Later layers** on characters:"
 
 
 def _spread(values) -> str:

@@ -57,7 +57,7 @@ def test_earlier_runs_decide_nothing_and_are_in_the_appendix(records):
 
 def test_runs_that_chose_a_learning_rate_are_not_counted_as_confirmed(records):
     page = render(records, "images")
-    assert "6 runs are confirmed, 3 chose a learning rate, and 6 are earlier ones. Seeds: 3 (2 arms)." in page
+    assert "6 runs are confirmed, 3 chose a learning rate, and 6 are earlier ones. Arms with 3 seeds: 2." in page
 
 
 def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):
@@ -76,7 +76,7 @@ def test_a_control_is_beside_the_verdict_and_not_in_it():
 
 
 def test_the_counts_are_those_of_the_claims_of_the_paper(records):
-    assert counted(records) == f"Of {len(CLAIMS)} claims, 1 hold and {len(CLAIMS) - 1} are not confirmed."
+    assert counted(records) == f"Of {len(CLAIMS)} claims, 1 holds and {len(CLAIMS) - 1} are not confirmed."
 
 
 def test_associative_recall_and_longer_texts_have_tables():
