@@ -167,6 +167,9 @@ class Sweep:
         shape: dict[str, Any] = {"HEADS": window.heads, "NEAR": self.near, "ALONE": window.alone, "C": CHUNK}
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
         self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None, **self.chosen}
+        # Of the kernels that sum key by key. Without a maximum, some variants spill registers of 96
+        self.repair = {name: x for name, x in self.common.items() if name != "PRECISION"}
+        self.repair |= {"num_warps": 4, "maxnreg": 168}
         self.programs = self.batch * window.heads * self.blocks
         self.tiles = self._tiles(window, first, shape | {"INITIAL": initial}, backward)
 
@@ -218,8 +221,7 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     sweep_kernel[(at.programs * count,)](*given, *before, *sizes, *strides, **constants)
     given = query, key, value, window.tensor, tiles.top, first, output, *of_kept, *flags
     sizes = at.length, at.chunks, at.tiles_per_row, at.width, *window.numbers, at.rows
-    constants = at.common | {"KEEP": kept is not None, "INITIAL": state is not None}
-    del constants["PRECISION"]
+    constants = at.repair | {"KEEP": kept is not None, "INITIAL": state is not None}
     repair_kernel[(at.programs * at.chunks,)](*given, *sizes, *strides, **constants)
     return output
 
@@ -257,10 +259,9 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
         totals = at.programs * (count - 1)
         sweep_backward_kernel[(totals,)](*given, *sizes, count - 1, *others, TOTALS=True, **constants)
     sweep_backward_kernel[(at.programs * count,)](*given, *sizes, count, *others, TOTALS=False, **constants)
-    constants = {name: x for name, x in at.common.items() if name != "PRECISION"} | {"num_warps": 4}
     given = *tensors, window.tensor, tiles.top, first, grad_key, grad_value, *flags
     numbers = *window.numbers, at.rows
-    repair_backward_kernel[(at.programs * at.chunks,)](*given, *sizes, *numbers, *strides, **constants)
+    repair_backward_kernel[(at.programs * at.chunks,)](*given, *sizes, *numbers, *strides, **at.repair)
     if bias_needed:
         of_window = _window_gradient(at, tensors, window, first, strides)
     if shared:
@@ -440,14 +441,14 @@ def band(query, key, start, length, window, starts):  # type: ignore[no-untyped-
     sizes = start, length, positions, features, window, -(-length // CHUNK)
     if found.numel():
         given = query.contiguous(), key.contiguous(), found, starts if starts is None else starts.contiguous()
-        band_kernel[(sizes[-1] * heads * rows,)](*given, *sizes, **_band_constants(heads, features, window))
+        band_kernel[(sizes[-1] * heads * rows,)](*given, *sizes, **_band_constants(heads, query, window))
     return found
 
 
 def band_backward(gradient, query, key, start, length, window, starts):  # type: ignore[no-untyped-def]
     """Compute the gradients of the factors of `band`."""
     heads, positions, features = query.shape
-    constants, gradient, found = _band_constants(heads, features, window), gradient.contiguous(), []
+    constants, gradient, found = _band_constants(heads, query, window), gradient.contiguous(), []
     blocks, chunks = -(-features // constants["BF"]), -(-length // CHUNK)
     for factor, of_keys in ((key, False), (query, True)):
         of_factor = torch.zeros(factor.shape, dtype=factor.dtype, device=factor.device)
@@ -460,6 +461,7 @@ def band_backward(gradient, query, key, start, length, window, starts):  # type:
     return tuple(found)
 
 
-def _band_constants(heads: int, features: int, window: int) -> dict[str, Any]:
-    block = min(64, max(16, power_of_two_from(features)))
+def _band_constants(heads: int, query: torch.Tensor, window: int) -> dict[str, Any]:
+    # With 64 features in float32, the kernel spills registers on sm_80 and sm_89
+    block = min(128 // query.element_size(), max(16, power_of_two_from(query.shape[-1])))
     return {"HEADS": heads, "NEAR": -(-(window - 1) // CHUNK), "C": CHUNK, "BF": block, "num_warps": 4}
