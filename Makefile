@@ -24,7 +24,7 @@ $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt src/aft_hf/kerne
 	@echo "1 to 3 minutes and 2 GB with PyTorch for CPUs; that for CUDA, the default of pip on Linux, adds several GB."
 	$(PYTHON) -m venv $(VENV)
 # The kernels, which need only a compiler, are compiled while pip downloads.
-	$(PYTHON) src/aft_hf/kernels/build.py & AFT_HF_KERNELS=none $(PIP_INSTALL) ".[dev]"; status=$$?; wait; exit $$status
+	$(PYTHON) src/aft_hf/kernels/build.py & AFT_HF_COMPILE=0 $(PIP_INSTALL) ".[dev]"; status=$$?; wait; exit $$status
 	touch $@
 
 $(DEMO_INSTALLED): $(INSTALLED)

@@ -1,6 +1,6 @@
 """Compile the CPU kernels when the package is installed or a wheel is built; everything else is in setup.cfg.
 
-AFT_HF_KERNELS=none leaves them out.
+AFT_HF_COMPILE=0 leaves them out.
 """
 
 import os
@@ -21,6 +21,9 @@ kernels = module_from_spec(spec)
 spec.loader.exec_module(kernels)
 
 
+COMPILE = os.environ.get("AFT_HF_COMPILE") != "0"
+
+
 class BuildWithKernels(build_py):
     """Copies the package and compiles the kernels into it; for an editable installation, next to their sources."""
 
@@ -29,7 +32,7 @@ class BuildWithKernels(build_py):
         if not self.editable_mode:  # files of an earlier build would change the digest of the sources
             shutil.rmtree(directory, ignore_errors=True)
         super().run()
-        if os.environ.get("AFT_HF_KERNELS") == "none":
+        if not COMPILE:
             return
         try:
             kernels.build(directory)
@@ -40,7 +43,7 @@ class BuildWithKernels(build_py):
 class Package(Distribution):
     def has_ext_modules(self) -> bool:
         """Whether the package belongs to one platform: with kernels."""
-        return kernels.compiler() is not None
+        return COMPILE and kernels.compiler() is not None
 
 
 class WheelWithKernels(bdist_wheel):

@@ -6,6 +6,7 @@ The record in docs/outputs.json names the commit, the machine, the versions and 
 the same command.
 """
 
+import os
 import subprocess
 import sys
 from datetime import date
@@ -24,19 +25,37 @@ RECORDS = ROOT / "docs" / "outputs.json"
 
 
 def record(page: str, command: str, records: Path = RECORDS) -> None:
-    """Run a command of bash in the root of the repository, and keep what it prints.
+    """Run a command of bash in the root of the repository, and keep its output and its exit status.
+
+    Commands of Python are those of the running environment, whose versions the record names.
 
     Raises:
-        CalledProcessError: the command or git fails; then nothing is written.
+        ValueError: there is no such page, or a file of the code is not as in the commit that the record would name.
+        CalledProcessError: git fails.
     """
+    if not (ROOT / page).is_file():
+        raise ValueError(f"there is no page {page}")
+    commit = git("rev-parse", "--short", "HEAD").decode().strip()
+    if changed := git("diff", "--name-only", "HEAD", "--", "src", "scripts").decode().split():
+        raise ValueError(f"commit first: {', '.join(changed)}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # bash is found in the PATH, because its location differs between machines.
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)  # nosec B607
-    found = {"page": page, "command": command, "commit": git("rev-parse", "--short", "HEAD").decode().strip()}
+    done = subprocess.run(  # nosec B607
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    print(done.stdout, end="")
     known = versions() | {name: version(name) for name in ("triton",) if find_spec(name)}
-    found |= {"machine": machine(), "versions": known, "date": str(date.today()), "output": done.stdout.splitlines()}
-    print(*found["output"], sep="\n")
+    found = {"page": page, "command": command, "status": done.returncode, "commit": commit, "machine": machine()}
+    found |= {"versions": known, "date": str(date.today()), "output": done.stdout.splitlines()}
     write_records(records, [*(x for x in read_records(records) if x["command"] != command), found])
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     record(*sys.argv[1:])

@@ -23,12 +23,12 @@ COLUMNS = [(task, bf16) for task in ("inference", "training") for bf16 in (False
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a file, which is a JSON array with a record in each line."""
-    return json.loads(path.read_text()) if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write records as a JSON array, one record per line."""
-    lines = ",\n".join(json.dumps(record) for record in records)
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomic(path) as file:
         file.write(f"[\n{lines}\n]\n".encode())

@@ -40,7 +40,8 @@ test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
 cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate that is not: {{edges}}.
-Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning rate) are in the appendix.
+Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning rate) are in the appendix
+and decide nothing.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -131,17 +132,17 @@ def _confirmed(records: Records) -> list[Record]:
 def _runs(records: Records) -> str:
     final, all_of = len(_confirmed(records)), [record["identity"] is not None for record in records.all()]
     arms = Counter(record["arm"] for record in _confirmed(records) if ARMS[record["arm"]].data in RATES)
-    by_seeds = sorted(Counter(arms.values()).items())
-    seeds, counts = (" / ".join(str(pair[i]) for pair in by_seeds) or "-" for i in (0, 1))
+    seeds = ", ".join(f"{n} ({count} arm{'s' * (count > 1)})" for n, count in sorted(Counter(arms.values()).items()))
     others = f"{sum(all_of) - final} chose a learning rate, and {all_of.count(False)} are earlier ones"
-    return f"{final} runs are confirmed, {others}. Arms with {seeds} seeds: {counts}. {_made_by(records)}"
+    return f"{final} runs are confirmed, {others}. Seeds: {seeds or 'none'}.{_made_by(records)}"
 
 
 def _made_by(records: Records) -> str:
     """The machines of the confirmed runs, and their versions."""
     found = _confirmed(records)
     versions = {" ".join(pair) for record in found for pair in record["versions"].items() if "aft" not in pair[0]}
-    return f"By {'; '.join(sorted({record['device'] for record in found}))}; {', '.join(sorted(versions))}."
+    machines = sorted({record["device"] for record in found})
+    return f" Machine: {'; '.join(machines)}; {', '.join(sorted(versions))}." if found else ""
 
 
 def _edges(records: Records) -> str:

@@ -57,7 +57,7 @@ def test_earlier_runs_decide_nothing_and_are_in_the_appendix(records):
 
 def test_runs_that_chose_a_learning_rate_are_not_counted_as_confirmed(records):
     page = render(records, "images")
-    assert "6 runs are confirmed, 3 chose a learning rate, and 6 are earlier ones. Arms with 3 seeds: 2." in page
+    assert "6 runs are confirmed, 3 chose a learning rate, and 6 are earlier ones. Seeds: 3 (2 arms)." in page
 
 
 def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):

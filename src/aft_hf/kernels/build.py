@@ -1,9 +1,9 @@
 """Compile the CPU kernels: `python src/aft_hf/kernels/build.py`. The installation of the package does it, too.
 
 Needs a C++17 compiler (g++ or clang++, or the one that CXX names), but neither PyTorch nor its headers. The libraries,
-one for each instruction set of the machine's architecture, are written next to the sources, and kept if they are there
-already. If there is no compiler, or it fails, a message says so, and the package computes everything by its portable
-form.
+one for each instruction set of the machine's architecture, are written next to the sources. Those that are there are
+kept: delete `cpu/libaft_*` to compile them again. If there is no compiler, or it fails, a message says so, and the
+package computes everything by its portable form.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ def main() -> int:
     except (OSError, RuntimeError) as error:
         print(NOT_COMPILED, error, file=sys.stderr)
         return 1
-    print(f"aft-hf: CPU kernels compiled for {', '.join(variants)}")
+    print(f"aft-hf: CPU kernels for {', '.join(variants)}")
     return 0
 
 

@@ -167,9 +167,8 @@ class Sweep:
         shape: dict[str, Any] = {"HEADS": window.heads, "NEAR": self.near, "ALONE": window.alone, "C": CHUNK}
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
         self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None, **self.chosen}
-        # Of the kernels that sum key by key. Without a maximum, some variants spill registers of 96
         self.repair = {name: x for name, x in self.common.items() if name != "PRECISION"}
-        self.repair |= {"num_warps": 4, "maxnreg": 168}
+        self.repair |= options("repair_kernel", value, first)
         self.programs = self.batch * window.heads * self.blocks
         self.tiles = self._tiles(window, first, shape | {"INITIAL": initial}, backward)
 

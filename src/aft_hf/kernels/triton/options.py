@@ -47,6 +47,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32 sm_90": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
         "documents": {"num_warps": 4},
     },
+    # These kernels, which sum key by key, have BD of the sweeps. Without a maximum, the compiler allows them 96
+    # registers, and some variants spill.
+    "repair_kernel": {
+        "bfloat16": {"num_warps": 4, "maxnreg": 168},
+        "float32": {"num_warps": 4, "maxnreg": 168},
+    },
     # BW: keys of the window at once
     "step_kernel": {
         "bfloat16": {"BD": 32, "BW": 32, "num_warps": 1},
@@ -86,4 +92,6 @@ def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> 
     """Return the options of a kernel for the dtype and the device of a tensor, and the `first` of documents."""
     entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
     chosen = entries.get(f"{dtype} {card(x)}", entries[dtype])
-    return chosen if first is None else chosen | entries.get("documents", {})
+    chosen = chosen if first is None else chosen | entries.get("documents", {})
+    # Triton does not know maxnreg on AMD GPUs.
+    return {name: value for name, value in chosen.items() if name != "maxnreg" or torch.version.hip is None}
