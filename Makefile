@@ -21,7 +21,7 @@ install: $(INSTALLED)  ## Create .venv with the package and all tools
 
 $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt src/aft_hf/kernels/build.py $(wildcard src/aft_hf/kernels/cpu/*.cpp src/aft_hf/kernels/cpu/*.h)
 	@echo "Installs the package, PyTorch and the tools into $(VENV), and compiles the CPU kernels if there is a C++ compiler."
-	@echo "1 to 3 minutes and 2 GB with PyTorch for CPUs; that for CUDA, the default of pip on Linux, adds several GB."
+	@echo "1 to 4 minutes and 2 GB with PyTorch for CPUs; that for CUDA, the default of pip on Linux, adds several GB."
 	$(PYTHON) -m venv $(VENV)
 # The kernels, which need only a compiler, are compiled while pip downloads.
 	$(PYTHON) src/aft_hf/kernels/build.py & AFT_HF_COMPILE=0 $(PIP_INSTALL) ".[dev]"; status=$$?; wait; exit $$status
