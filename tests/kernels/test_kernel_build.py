@@ -70,7 +70,9 @@ def test_without_a_compiler_the_build_says_so_in_one_line(tmp_path):
     assert result.stderr.count("\n") == 1 and "the portable form is used" in result.stderr
 
 
-@pytest.mark.parametrize("environment", [WITHOUT_COMPILER, {**os.environ, "AFT_HF_COMPILE": "0"}], ids=str)
+@pytest.mark.parametrize(
+    "environment", [WITHOUT_COMPILER, {**os.environ, "AFT_HF_COMPILE": "0"}], ids=["no compiler", "not asked"]
+)
 def test_files_of_an_earlier_build_do_not_reach_the_wheel(environment, tmp_path):
     folder = tmp_path / "aft_hf/kernels/cpu"
     folder.mkdir(parents=True)
