@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aft_hf.benchmarking import machine
+from aft_hf.console import reported
 from scripts.benchmark.cases import versions
 from scripts.benchmark.page import read_records, write_records
 from scripts.build import git
@@ -58,4 +59,5 @@ def record(page: str, command: str, records: Path = RECORDS) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    record(*sys.argv[1:])
+    with reported("scripts.record"):
+        record(*sys.argv[1:])

@@ -82,6 +82,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+if torch.version.hip is not None:  # Triton does not know maxnreg on AMD GPUs
+    for each in (each for entries in OPTIONS.values() for each in entries.values()):
+        each.pop("maxnreg", None)
+
 
 def card(x: torch.Tensor) -> str:
     """Return the compute capability of the GPU of a tensor."""
@@ -92,6 +96,4 @@ def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> 
     """Return the options of a kernel for the dtype and the device of a tensor, and the `first` of documents."""
     entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
     chosen = entries.get(f"{dtype} {card(x)}", entries[dtype])
-    chosen = chosen if first is None else chosen | entries.get("documents", {})
-    # Triton does not know maxnreg on AMD GPUs.
-    return {name: value for name, value in chosen.items() if name != "maxnreg" or torch.version.hip is None}
+    return chosen if first is None else chosen | entries.get("documents", {})
