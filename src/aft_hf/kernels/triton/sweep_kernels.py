@@ -243,7 +243,8 @@ def sweep_kernel(
             right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
             bad = tl.min(right.to(tl.int32), 0) == 0
         else:
-            bad = ~(own - M + tl.load(spread_ptr + tile) <= SAFE)
+            # All queries see a key of M, so the largest term of each is at least exp(M - m - spread)
+            bad = ~((own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
         M = m
         of_chunk = (b * N + n) * D + features
         tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
