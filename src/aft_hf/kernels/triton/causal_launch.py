@@ -272,7 +272,7 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
     """Compute parts of the gradient of w by row, query, head and lag."""
     chosen = options("window_gradient_kernel", tensors[3])
     head = at.width // window.heads
-    blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near + 1)
+    blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near // 2 + 1)
     each = 1 if at.rows else -(-at.batch // min(at.batch, max(1, ENOUGH_PROGRAMS // tiles)))
     parts = -(-at.batch // each)
     found = torch.zeros((parts, at.length, window.heads, window.size), dtype=torch.float32, device=at.device)

@@ -1,7 +1,7 @@
 """Options of the Triton kernels, in one table: block sizes and warps by kernel, dtype and GPU.
 
 An entry is found by the name of a kernel and the dtype of the values; one that also names a compute capability holds
-for GPUs of that capability, and "documents" is what differs for packed documents or padding.
+for GPUs of that capability, and one of "documents" is what differs for packed documents or padding.
 `scripts/tune_kernels.py` measures candidates and prints the best.
 """
 
@@ -25,27 +25,29 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_90": {"BD": 128, "num_warps": 1, "maxnreg": 128},
         "bfloat16 sm_100": {"BD": 128, "num_warps": 1, "maxnreg": 128},
         "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
-        "documents": {"maxnreg": None},
+        "bfloat16 documents": {"maxnreg": None},
+        "float32 documents": {"maxnreg": None},
     },
     "walk_backward_kernel": {
         "bfloat16": {"BD": 128, "num_warps": 1, "maxnreg": 128},
         "float32": {"BD": 64, "num_warps": 1, "maxnreg": 128},
-        "documents": {"maxnreg": None},
+        "bfloat16 documents": {"maxnreg": None},
+        "float32 documents": {"maxnreg": None},
     },
     "sweep_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 2, "PRECISION": "bf16"},
-        "bfloat16 sm_100": {"BD": 32, "num_warps": 4, "PRECISION": "bf16"},  # with 2 warps, it spills registers there
-        # With more features, it spills registers except on sm_90, and there with more stages
-        "float32": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
-        "float32 sm_90": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32x3"},
+        # One warp, whose barriers cost nothing; with more stages, it needs 197 registers in place of 168 (sm_90)
+        "bfloat16": {"BD": 16, "num_warps": 1, "num_stages": 1, "PRECISION": "bf16"},
+        "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "bf16"},
+        "float32": {"BD": 16, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
+        "float32 sm_100": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},  # 16 spill registers
     },
     "sweep_backward_kernel": {
-        "bfloat16": {"BD": 16, "num_warps": 2, "PRECISION": "tf32"},  # "bf16" spills registers
-        "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
-        "bfloat16 sm_100": {"BD": 16, "num_warps": 4, "PRECISION": "tf32"},
-        "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # as for the forward pass
-        "float32 sm_90": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
-        "documents": {"num_warps": 4},
+        "bfloat16": {"BD": 16, "num_warps": 1, "PRECISION": "bf16"},
+        "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "bf16"},  # which has no products of bfloat16
+        "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # 16 features spill registers except on sm_90
+        "float32 sm_90": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
+        "bfloat16 documents": {"BD": 8},
+        "float32 documents": {"num_warps": 4},
     },
     # These kernels, which sum key by key, have BD of the sweeps. Without a maximum, the compiler allows them 96
     # registers, and some variants spill.
@@ -61,9 +63,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "window_gradient_kernel": {
         # "bf16" exceeds the error that the contract of the forms allows by 2 %
         "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},
-        "bfloat16 sm_100": {"BD": 32, "num_warps": 8, "PRECISION": "tf32"},
-        "float32": {"BD": 16, "num_warps": 8, "PRECISION": "tf32x3"},
-        "float32 sm_100": {"BD": 32, "num_warps": 8, "PRECISION": "tf32x3"},
+        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     # The products of grids and tables
     "product": {
@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "weight_gradient_kernel": {
         "bfloat16": {"BM": 64, "BK": 32, "num_warps": 8, "num_stages": 3},
-        "bfloat16 sm_100": {"BM": 32, "BK": 32, "num_warps": 8, "num_stages": 3},
+        "bfloat16 sm_100": {"BM": 32, "BK": 32, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
         "float32": {"BM": 64, "BK": 16, "num_warps": 8, "num_stages": 2},
     },
 }
@@ -96,4 +96,4 @@ def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> 
     """Return the options of a kernel for the dtype and the device of a tensor, and the `first` of documents."""
     entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
     chosen = entries.get(f"{dtype} {card(x)}", entries[dtype])
-    return chosen if first is None else chosen | entries.get("documents", {})
+    return chosen if first is None else chosen | entries.get(f"{dtype} documents", {})

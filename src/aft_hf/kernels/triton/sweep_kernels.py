@@ -141,7 +141,9 @@ def sweep_kernel(
 ):  # fmt: skip
     """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
     CHECK: tl.constexpr = DOCUMENTS or ALONE
-    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    CARRY: tl.constexpr = NEAR == 1 and not CHECK
+    # A thread that loads fewer features has more rows of them, whose sums take fewer shuffles
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, 4)
     k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
     if GATED:
         q_ptr += b * qb
@@ -172,6 +174,13 @@ def sweep_kernel(
             M = tl.maximum(M, tl.max(_tile(k_ptr, t, kt, keys, inside, -float("inf")), 0))
         known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
         M = tl.maximum(M, known)
+    if CARRY:  # the chunk before is computed once: its factors, and its sums, which join those before the window
+        t, fade = (first_chunk - 1) * C + i, tl.exp2((far_top - M) * LOG2E)
+        k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, t * 0, center, False)
+        p = tl.exp2((k - M[None, :]) * LOG2E)
+        pv, N0, D0 = p * v, N0 * fade, D0 * fade
+        joining_p, joining_pv = tl.sum(p, 0), tl.sum(pv, 0)
+        last_p, last_pv = _factor(p, PRECISION), _factor(pv, PRECISION)
     for n in range(first_chunk, end):
         t = n * C + i
         start = _starts(first_ptr, b, t, T, DOCUMENTS)
@@ -185,7 +194,7 @@ def sweep_kernel(
             mine = tl.where(whole & (tl.abs(mine) < float("inf")), mine, 0.0)
             N0, center = N0 + (center - mine) * D0, mine
         k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
-        own = _largest(k + v * 0.0)
+        own = tl.max(k, 0) if CARRY else _largest(k + v * 0.0)
         m = tl.maximum(M, own)
         if CHECK:
             m = tl.maximum(far_top, tl.max(k, 0))
@@ -201,7 +210,13 @@ def sweep_kernel(
         a_at = a_ptr + (tile * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
         num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
         top0, num0, den0 = far_top, N0, D0
-        if not ALONE:
+        if CARRY:
+            r, far, top0 = tl.exp2((M - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None], M
+            num, den, a = far * N0[None, :], far * D0[None, :], tl.load(a_at)
+            num, den = num + _dot(a, last_pv, PRECISION), den + _dot(a, last_p, PRECISION)
+            num, den = num * r[None, :], den * r[None, :]
+            N0, D0 = (N0 + joining_pv) * r, (D0 + joining_p) * r
+        elif not ALONE:
             r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
             if CHECK:  # the sums may be NaN, which rows of another document do not see
@@ -209,7 +224,11 @@ def sweep_kernel(
         p = tl.exp2((k - m[None, :]) * LOG2E)
         pv, k2, v2, u = p * v, k, v, t
         if NEAR > 0:
-            own_p, own_pv, u = _factor(p, PRECISION), _factor(pv, PRECISION), oldest + i
+            own_p, own_pv = _factor(p, PRECISION), _factor(pv, PRECISION)
+        if CARRY:
+            joining_p, joining_pv, last_p, last_pv = tl.sum(p, 0), tl.sum(pv, 0), own_p, own_pv
+        elif NEAR > 0:
+            u = oldest + i
             k2, v2 = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
@@ -221,11 +240,12 @@ def sweep_kernel(
             fade, joining = tl.exp2((top0 - far_top) * LOG2E), tl.exp2((k2 - far_top[None, :]) * LOG2E)
             N0 = tl.where(kept, N0 * fade, 0.0) + tl.sum(tl.where((u >= begin)[:, None], joining * v2, 0.0), 0)
             D0 = tl.where(kept, D0 * fade, 0.0) + tl.sum(joining, 0)
-        elif not ALONE:
+        elif not ALONE and not CARRY:
             N0, D0, far_top = N0 * r + tl.sum(pv, 0), D0 * r + tl.sum(p, 0), m
-        a = tl.load(a_at)
-        num += _dot(a, pv, PRECISION)
-        den += _dot(a, p, PRECISION)
+        if not CARRY:
+            a = tl.load(a_at)
+            num += _dot(a, pv, PRECISION)
+            den += _dot(a, p, PRECISION)
         for j in tl.range(1, NEAR):
             u = oldest + j * C + i
             k2, v2 = _keys(
@@ -243,8 +263,10 @@ def sweep_kernel(
             right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
             bad = tl.min(right.to(tl.int32), 0) == 0
         else:
-            # All queries see a key of M, so the largest term of each is at least exp(M - m - spread)
-            bad = ~((own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
+            # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread)
+            bad = ~((M > EMPTY) & (own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
+            if CARRY:
+                bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
         M = m
         of_chunk = (b * N + n) * D + features
         tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
@@ -253,22 +275,28 @@ def sweep_kernel(
         tl.store(state_at + D, num0, bad)
         tl.store(state_at + 2 * D, den0, bad)
         tl.store(state_at + 3 * D, center, bad)
-        some, inside, gate = den != 0.0, (t < T)[:, None] & exists[None, :], 1.0
-        den, at = tl.where(some, den, 1.0), t[:, None] * D + features[None, :]
+        inside, at, gate = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :], 1.0
+        some = den != 0.0
+        if CHECK:  # without it, chunks with queries that see no key are bad
+            den = tl.where(some, den, 1.0)
         if GATED:
-            gate = 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E)
+            gate = 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E)
         if KEEP:
-            tl.store(c_ptr + at, _divide(num, den).to(c_ptr.dtype.element_ty), inside)
-            tl.store(l_ptr + at, tl.where(some, _log2(den), float("inf")), inside)
-            to = r_ptr + (b * N + n) * 3 * D + features
+            average, log_den, largest = _divide(num, den), _log2(den), m
             if CHECK:
-                tl.store(to, tl.where(m > EMPTY, m, 0.0), exists)
-            else:
-                tl.store(to, m, exists)
+                log_den, largest = tl.where(some, log_den, float("inf")), tl.where(m > EMPTY, m, 0.0)
+            tl.store(c_ptr + at, average.to(c_ptr.dtype.element_ty), inside)
+            tl.store(l_ptr + at, log_den, inside)
+            to = r_ptr + (b * N + n) * 3 * D + features
+            tl.store(to, largest, exists)
             tl.store(to + D, center, exists)
             tl.store(to + 2 * D, bad.to(tl.float32), exists)
-        y = _divide(num + center[None, :] * den, den * gate)
-        tl.store(y_ptr + at, tl.where(some, y, 0.0).to(y_ptr.dtype.element_ty), inside)
+            y = _divide(average + center[None, :], gate)
+        else:
+            y = _divide(num + center[None, :] * den, den * gate)
+        if CHECK:
+            y = tl.where(some, y, 0.0)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
 
 
 @kernel
@@ -349,7 +377,7 @@ def _queries(
     g, c = _tile(g_ptr, t, gt, features, inside, 0.0), tl.load(c_ptr + at, inside, 0.0).to(tl.float32)
     log_den = tl.load(l_ptr + at, inside, float("inf"))
     if GATED:
-        gate = _divide(1.0, 1.0 + tl.exp2(-_tile(q_ptr, t, qt, features, inside, 0.0) * LOG2E))
+        gate = _divide(1.0, 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E))
         g *= gate
     if CHECK:  # a hidden token may have a gradient that is NaN
         g = tl.where(log_den < float("inf"), g, 0.0)
@@ -391,7 +419,7 @@ def _far_queries(
 @triton.jit
 def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, D, exists):
     """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference,
-    so no exponential exceeds 1.
+    so no exponential exceeds 1, and the sums are finite unless a query is not.
     """
     shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
     x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
@@ -412,9 +440,9 @@ def sweep_backward_kernel(
     Without CHECK, the reference of a chunk is a key that all of these queries see, so the sums need no maximum.
     """
     CHECK: tl.constexpr = DOCUMENTS or ALONE
-    CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS
-    # In float32, loads of 4 features spill registers (sm_90), and of 2 where BD is 8 (sm_100)
-    AT_ONCE: tl.constexpr = BD // 8 if CARRY and PRECISION == "tf32x3" else 16
+    CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS  # as in the forward pass
+    # As in the forward pass. In float32, loads of 4 features spill registers (sm_90), and of 2 where BD is 8 (sm_100)
+    AT_ONCE: tl.constexpr = BD // 8 if CARRY and PRECISION == "tf32x3" else 4
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
     if TOTALS:
         s += 1
@@ -445,11 +473,11 @@ def sweep_backward_kernel(
             g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, CHECK, False,
             C)  # fmt: skip
         x_next = tl.exp2(-log_den) * g
-        x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
         center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
         far_x, far_xc = _far_sums(
             g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + (tiles + tl.minimum(end, NT - 1)) * C + i, D,
             exists)  # fmt: skip
+        x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
     for back in range(0, end - first_chunk):
         n = end - 1 - back
         u = n * C + i
@@ -475,13 +503,23 @@ def sweep_backward_kernel(
             else:
                 bad = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0) > 0.0
             x = tl.exp2(-log_den - lowest[None, :]) * g
-            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
             if CARRY:
-                far_own = _far_sums(
+                far_own, far_own_c = _far_sums(
                     g, c, log_den, reference, r_ptr + features, n - 2,
                     top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i, D, exists)  # fmt: skip
+                bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # one that is not finite
+            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+            if not CHECK:
+                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
+            if CARRY:  # the queries of the chunk after this one, whose factors were computed with it
+                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2((reference - of_next) * LOG2E)
+                later = _dot(a, x_next, PRECISION)
+                of_den += later * (fade * (center_next - center))[None, :]
+                of_num += later * fade[None, :]
+                of_den += _dot(a, xc_next, PRECISION) * fade[None, :]
+            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
             a = tl.load(b_at)
-            of_num, of_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
+            of_num, of_den = of_num + _dot(a, x, PRECISION), of_den + _dot(a, xc, PRECISION)
             k, v = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
@@ -496,15 +534,7 @@ def sweep_backward_kernel(
                     bad |= highest + R > SAFE * LOG2E
                     of_num += tl.where(seen, e * X[None, :], 0.0)
                     of_den += tl.where(seen, e * Z[None, :], 0.0)
-            else:
-                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
-            if CARRY:
-                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2((reference - of_next) * LOG2E)
-                later = _dot(a, x_next, PRECISION) * fade[None, :]
-                of_num += later
-                of_den += _dot(a, xc_next, PRECISION) * fade[None, :] + later * (center_next - center)[None, :]
-                bad |= flag_next > 0.0
-            else:
+            if not CARRY:
                 for j in tl.range(1, NEAR + 1):
                     g, c, log_den, of_queries = _queries(
                         g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n + j, T, D, gt, qt, features, exists, center, GATED,
@@ -527,7 +557,7 @@ def sweep_backward_kernel(
             if not CHECK:
                 e = tl.exp2(k)
                 of_num, of_den = of_num * e, of_den * e
-                # exp(k) may overflow where the sums are 0
+            if not CHECK and not CARRY:  # one that is not finite
                 bad |= tl.max(((of_num + of_den) * 0.0 != 0.0).to(tl.int32), 0) > 0
             tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
             tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
@@ -549,7 +579,7 @@ def sweep_backward_kernel(
             X, Z = X * tl.exp2(shift), Z * tl.exp2(shift)
         if CARRY:
             X, Z = X + far_x, Z + far_xc
-            far_x, far_xc = far_own
+            far_x, far_xc = far_own, far_own_c
         elif not ALONE:
             R, X, Z = _far_queries(
                 R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
@@ -621,26 +651,18 @@ def repair_backward_kernel(
 
 @triton.jit
 def _window_gradient(
-    total, careful, b, j, n, head, own, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr,
-    B, T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr,
-    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, CAREFUL: tl.constexpr,
+    total, careful, w, b, n, t, u, head, own, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D,
+    gb, gt, qb, qt, kb, kt, vb, vt, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, CHECK: tl.constexpr,
+    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Add some features of a row to a tile of the gradient of w: by products or, CAREFUL, key by key those whose
-    products may overflow, which are counted otherwise.
+    """Add some features of a row to a tile of the gradient of w: their products, which exp(w) multiplies later, or,
+    CAREFUL, key by key those whose products may overflow, which are counted otherwise.
     """
-    i = tl.arange(0, C)
-    t, u = n * C + i, (n - NEAR + j) * C + i
     features, exists, row = head * HEAD + own, (own < HEAD) & (b < B), b * T * D
     keys = features
     if KEY_PER_HEAD:
         keys = features * 0 + head
-    start = _starts(first_ptr, b, t, T, DOCUMENTS)
-    w = _biases(
-        w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
-        w_base, ALONE)  # fmt: skip
-    tile = ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + i
-    w -= tl.load(top_ptr + tile, (t < T) & (b < B), 0.0)[:, None]
     center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
     if GATED:
         q_ptr += b * qb
@@ -650,13 +672,16 @@ def _window_gradient(
     k, v = _keys(
         k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS),
         center, DOCUMENTS)  # fmt: skip
-    k = (k - reference[None, :]) * LOG2E
-    rho = _largest(-log_den + (g + c) * 0.0)
-    lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
-    good = highest + rho <= SAFE * LOG2E
+    k, lowest = (k - reference[None, :]) * LOG2E, tl.zeros_like(reference)
+    if CHECK:
+        rho = _largest(-log_den + (g + c) * 0.0)
+        lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
+        good = highest + rho <= SAFE * LOG2E
+    else:  # the forward pass has flagged those whose products may overflow
+        good = tl.load(r_ptr + (b * N + n) * 3 * D + 2 * D + features, exists, 0.0) == 0.0
     if CAREFUL:
-        for s in range(C):
-            this = u == (n - NEAR + j) * C + s
+        for s in range(WIDE):
+            this = tl.arange(0, WIDE) == s
             of_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
             value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
             of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
@@ -669,9 +694,8 @@ def _window_gradient(
         x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
         e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
         ev, xc = tl.where(good[None, :], e * v, 0.0), tl.where(good[None, :], x * c, 0.0)
-        product = _dot(_factor(x, PRECISION), tl.trans(_factor(ev, PRECISION)), PRECISION)
-        product -= _dot(_factor(xc, PRECISION), tl.trans(_factor(e, PRECISION)), PRECISION)
-        total += tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * product, 0.0)
+        total += _dot(_factor(x, PRECISION), tl.trans(_factor(ev, PRECISION)), PRECISION)
+        total += _dot(_factor(-xc, PRECISION), tl.trans(_factor(e, PRECISION)), PRECISION)
         careful += tl.max((exists & ~good).to(tl.int32))
     return total, careful
 
@@ -685,27 +709,36 @@ def window_gradient_kernel(
     ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of w between the queries of a chunk and the keys of a near chunk, summed over the features
-    of a head and `each` rows. Entries are stored by query and lag.
+    """Compute the gradient of w between the queries of a chunk and the keys of two near chunks, summed over the
+    features of a head and `each` rows. Entries are stored by query and lag.
     """
+    CHECK: tl.constexpr = DOCUMENTS or ALONE
+    WIDE: tl.constexpr = 2 * C if NEAR > 0 else C
+    TILES: tl.constexpr = NEAR // 2 + 1
     pid = tl.program_id(0)
-    j, n, head = pid % (NEAR + 1), pid // (NEAR + 1) % N, pid // (NEAR + 1) // N % HEADS
-    part = (pid // (NEAR + 1) // N // HEADS).to(tl.int64)
-    total, careful, i = tl.zeros((C, C), tl.float32), 0, tl.arange(0, C)
+    j, n, head = pid % TILES, pid // TILES % N, pid // TILES // N % HEADS
+    part = (pid // TILES // N // HEADS).to(tl.int64)
+    t, u = n * C + tl.arange(0, C), (n - NEAR) * C + j * WIDE + tl.arange(0, WIDE)
+    total, careful = tl.zeros((C, WIDE), tl.float32), 0
     for step in range(each * BLOCKS):
         total, careful = _window_gradient(
-            total, careful, part * each + step // BLOCKS, j, n, head, step % BLOCKS * BD + tl.arange(0, BD), g_ptr,
-            q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, B, T, N, NT, D, positions, past, size,
-            w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
-            HEADS, HEAD, KEY_PER_HEAD, NEAR, ALONE, DOCUMENTS, GATED, PRECISION, C, False)  # fmt: skip
+            total, careful, None, part * each + step // BLOCKS, n, t, u, head, step % BLOCKS * BD + tl.arange(0, BD),
+            g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt,
+            HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, False)  # fmt: skip
+    # Where rows have a w of their own, `each` is 1
+    b = part * each
+    start = _starts(first_ptr, b, t, T, DOCUMENTS)
+    w = _biases(
+        w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
+        w_base, ALONE)  # fmt: skip
+    w -= tl.load(top_ptr + ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + tl.arange(0, C))[:, None]
+    total = tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * total, 0.0)
     if careful > 0:
         for step in range(each * BLOCKS):
             total, careful = _window_gradient(
-                total, careful, part * each + step // BLOCKS, j, n, head, step % BLOCKS * BD + tl.arange(0, BD), g_ptr,
-                q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, B, T, N, NT, D, positions, past,
-                size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
-                HEADS, HEAD, KEY_PER_HEAD, NEAR, ALONE, DOCUMENTS, GATED, PRECISION, C, True)  # fmt: skip
-    t, u = n * C + i, (n - NEAR + j) * C + i
+                total, careful, w, part * each + step // BLOCKS, n, t, u, head, step % BLOCKS * BD + tl.arange(0, BD),
+                g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt,
+                HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, True)  # fmt: skip
     lag = t[:, None] - u[None, :]
     to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
     tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :])
