@@ -39,9 +39,8 @@ confirmed runs, Holm's adjustment and the role of controls after them. Intervals
 test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
-cosine schedule. The grid grows until the best rate is inside; ‡ marks a rate that is not: {{edges}}.
-Earlier runs (three seeds, a quarter of the steps at four times the batch, one learning rate) are in the appendix
-and decide nothing.
+cosine schedule. The grid grows until the best rate is inside; ‡ marks one that is not: {{edges}}.
+Earlier runs (three seeds, a quarter of the steps at four times the batch, one rate) in the appendix decide nothing.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -163,9 +162,12 @@ def _comparisons(claim: Claim, records: Records) -> str:
         if found.seeds:
             sides = [side[0] for side in (each.ours, each.other) if isinstance(side, tuple)]
             exact = each.metric in EXACT
-            edge = "" if exact or all(map(records.rate_is_inside, sides)) else " ‡"
+            paper, ours = _pairs(each, found)
+            if not exact:
+                numbers = zip(ours.split("/"), sides, strict=True)
+                ours = "/".join(x if records.rate_is_inside(arm) else f"{x}‡" for x, arm in numbers)
             name = f"control: {each.says}" if each.control else each.says
-            cells = [claim.name if claim.where else "", name + edge, *_pairs(each, found), _parameters(sides, records)]
+            cells = [claim.name if claim.where else "", name, paper, ours, _parameters(sides, records)]
             cells += ["-" if exact else str(found.seeds), _effect(each, found)]
             cells += ["-" if exact or math.isnan(found.low) else f"{found.p:.2g}", found.verdict]
             rows.append(f"| {' | '.join(cells)} |\n")
