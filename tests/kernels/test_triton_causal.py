@@ -152,6 +152,13 @@ def test_large_numbers_cost_no_precision(changes, size, dtype):
     assert_exact(problem(36, None if size == "alibi" else size, width=4, **changes), dtype, terms)
 
 
+@pytest.mark.parametrize("size", (33, slow(1), slow(40)))
+def test_tokens_before_a_window_count_where_its_largest_key_has_a_small_bias(size):
+    key = problem(73, size, width=1)[1]
+    key[:, 40] += 100
+    assert_exact(problem(73, size, width=1, key=key, bias=lambda w: w - 150), terms=5.0)
+
+
 @pytest.mark.parametrize(("length", "size"), ((1, 5), (1, "alibi"), (33, 5), slow(33, "alibi"), slow(130, 5)), ids=str)
 def test_any_length_in_one_segment_or_several(length, size, monkeypatch):
     given = problem(length, None if size == "alibi" else size, width=4, alibi=size == "alibi")

@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "bf16"},
         "float32": {"BD": 16, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},  # 16 spill registers
+        "float32 documents": {"maxnreg": 255},  # without a maximum, it may get 168, and spill (sm_89)
     },
     "sweep_backward_kernel": {
         "bfloat16": {"BD": 16, "num_warps": 1, "PRECISION": "bf16"},
@@ -47,6 +48,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # 16 features spill registers except on sm_90
         "float32 sm_90": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
         "bfloat16 documents": {"BD": 8},
+        "bfloat16 sm_80 documents": {"BD": 8, "num_warps": 2},  # with 1 warp, it spills registers
         "float32 documents": {"num_warps": 4},
     },
     # These kernels, which sum key by key, have BD of the sweeps. Without a maximum, the compiler allows them 96
@@ -95,5 +97,8 @@ def card(x: torch.Tensor) -> str:
 def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the options of a kernel for the dtype and the device of a tensor, and the `first` of documents."""
     entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
-    chosen = entries.get(f"{dtype} {card(x)}", entries[dtype])
-    return chosen if first is None else chosen | entries.get(f"{dtype} documents", {})
+    of_card = f"{dtype} {card(x)}"
+    chosen = entries.get(of_card, entries[dtype])
+    if first is None:
+        return chosen
+    return chosen | entries.get(f"{of_card} documents", entries.get(f"{dtype} documents", {}))

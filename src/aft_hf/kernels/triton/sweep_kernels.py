@@ -153,8 +153,9 @@ def sweep_kernel(
     i = tl.arange(0, C)
     M, N0, D0 = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     first_chunk, end = s * each, tl.minimum(s * each + each, N)
+    known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
     center = tl.load(v_ptr + (first_chunk * C * vt + features), exists, 0.0).to(tl.float32)
-    center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
+    center = tl.where((tl.abs(center) < float("inf")) & (known > -float("inf")), center, 0.0)
     if DOCUMENTS:
         center = center * 0.0
     if INITIAL:
@@ -172,13 +173,12 @@ def sweep_kernel(
             t = (first_chunk - NEAR + j) * C + i
             inside = (t >= 0)[:, None] & exists[None, :]
             M = tl.maximum(M, tl.max(_tile(k_ptr, t, kt, keys, inside, -float("inf")), 0))
-        known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
-        M = tl.maximum(M, known)
+        M = tl.where(M > EMPTY, M, tl.maximum(known, EMPTY))
     if CARRY:  # the chunk before is computed once: its factors, and its sums, which join those before the window
         t, fade = (first_chunk - 1) * C + i, tl.exp2((far_top - M) * LOG2E)
         k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, t * 0, center, False)
         p = tl.exp2((k - M[None, :]) * LOG2E)
-        pv, N0, D0 = p * v, N0 * fade, D0 * fade
+        pv = p * v
         joining_p, joining_pv = tl.sum(p, 0), tl.sum(pv, 0)
         last_p, last_pv = _factor(p, PRECISION), _factor(pv, PRECISION)
     for n in range(first_chunk, end):
@@ -211,11 +211,12 @@ def sweep_kernel(
         num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
         top0, num0, den0 = far_top, N0, D0
         if CARRY:
-            r, far, top0 = tl.exp2((M - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None], M
+            r, far = tl.exp2((M - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
+            N0, D0, far_top = N0 * fade, D0 * fade, M
             num, den, a = far * N0[None, :], far * D0[None, :], tl.load(a_at)
             num, den = num + _dot(a, last_pv, PRECISION), den + _dot(a, last_p, PRECISION)
             num, den = num * r[None, :], den * r[None, :]
-            N0, D0 = (N0 + joining_pv) * r, (D0 + joining_p) * r
+            N0, D0, fade = N0 + joining_pv, D0 + joining_p, r
         elif not ALONE:
             r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
@@ -234,14 +235,12 @@ def sweep_kernel(
                 DOCUMENTS)  # fmt: skip
             p = tl.exp2((k2 - m[None, :]) * LOG2E)
             pv = p * v2
-        if CHECK and not ALONE:
+        if not ALONE and not CARRY:
             k2 = tl.where((u >= begin)[:, None], k2, -float("inf"))
             far_top = tl.maximum(tl.where(kept, far_top, EMPTY), tl.max(k2, 0))
             fade, joining = tl.exp2((top0 - far_top) * LOG2E), tl.exp2((k2 - far_top[None, :]) * LOG2E)
             N0 = tl.where(kept, N0 * fade, 0.0) + tl.sum(tl.where((u >= begin)[:, None], joining * v2, 0.0), 0)
             D0 = tl.where(kept, D0 * fade, 0.0) + tl.sum(joining, 0)
-        elif not ALONE and not CARRY:
-            N0, D0, far_top = N0 * r + tl.sum(pv, 0), D0 * r + tl.sum(p, 0), m
         if not CARRY:
             a = tl.load(a_at)
             num += _dot(a, pv, PRECISION)
@@ -263,7 +262,8 @@ def sweep_kernel(
             right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
             bad = tl.min(right.to(tl.int32), 0) == 0
         else:
-            # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread)
+            # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread);
+            # `own` is NaN if a key or value is
             bad = ~((M > EMPTY) & (own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
             if CARRY:
                 bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
@@ -507,7 +507,10 @@ def sweep_backward_kernel(
                 far_own, far_own_c = _far_sums(
                     g, c, log_den, reference, r_ptr + features, n - 2,
                     top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i, D, exists)  # fmt: skip
-                bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # one that is not finite
+                bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # a query that is not finite
+            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
+            a = tl.load(b_at)
+            own_num, own_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
             of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
             if not CHECK:
                 of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
@@ -517,9 +520,7 @@ def sweep_backward_kernel(
                 of_den += later * (fade * (center_next - center))[None, :]
                 of_num += later * fade[None, :]
                 of_den += _dot(a, xc_next, PRECISION) * fade[None, :]
-            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
-            a = tl.load(b_at)
-            of_num, of_den = of_num + _dot(a, x, PRECISION), of_den + _dot(a, xc, PRECISION)
+            of_num, of_den = of_num + own_num, of_den + own_den
             k, v = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
@@ -557,7 +558,7 @@ def sweep_backward_kernel(
             if not CHECK:
                 e = tl.exp2(k)
                 of_num, of_den = of_num * e, of_den * e
-            if not CHECK and not CARRY:  # one that is not finite
+            if not CHECK and not CARRY:
                 bad |= tl.max(((of_num + of_den) * 0.0 != 0.0).to(tl.int32), 0) > 0
             tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
             tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
@@ -677,7 +678,7 @@ def _window_gradient(
         rho = _largest(-log_den + (g + c) * 0.0)
         lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
         good = highest + rho <= SAFE * LOG2E
-    else:  # the forward pass has flagged those whose products may overflow
+    else:  # the forward pass has flagged those whose products may overflow (g up to 1e12)
         good = tl.load(r_ptr + (b * N + n) * 3 * D + 2 * D + features, exists, 0.0) == 0.0
     if CAREFUL:
         for s in range(WIDE):
@@ -709,7 +710,7 @@ def window_gradient_kernel(
     ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of w between the queries of a chunk and the keys of two near chunks, summed over the
+    """Compute the gradient of w between the queries of a chunk and the keys of one or two chunks, summed over the
     features of a head and `each` rows. Entries are stored by query and lag.
     """
     CHECK: tl.constexpr = DOCUMENTS or ALONE
