@@ -441,8 +441,8 @@ def sweep_backward_kernel(
     """
     CHECK: tl.constexpr = DOCUMENTS or ALONE
     CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS  # as in the forward pass
-    # As in the forward pass. In float32, loads of 4 features spill registers (sm_90), and of 2 where BD is 8 (sm_100)
-    AT_ONCE: tl.constexpr = BD // 8 if CARRY and PRECISION == "tf32x3" else 4
+    # As in the forward pass; in float32, loads of 4 features spill registers
+    AT_ONCE: tl.constexpr = 2 if CARRY and PRECISION == "tf32x3" else 4
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
     if TOTALS:
         s += 1
