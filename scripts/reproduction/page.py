@@ -39,7 +39,7 @@ confirmed runs, Holm's adjustment and the role of controls after them. Intervals
 test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
-cosine schedule. The grid grows until the best rate is inside; ‡ marks one that is not: {{edges}}.
+cosine schedule. The grid grows until the best rate is inside; ‡ marks numbers whose rate is not: {{edges}}.
 Earlier runs (three seeds, a quarter of the steps at four times the batch, one rate) in the appendix decide nothing.
 
 ```bash

@@ -24,7 +24,7 @@ def variant(request, monkeypatch) -> str:
 def arithmetic_of_a_gpu(monkeypatch):
     """Round as a GPU does: the interpreter of Triton truncates to bfloat16, which it stores as integers and multiplies
     as such, does not round the factors of products in tf32, which tensor cores truncate, and does not flush
-    exponentials that are no normal numbers to 0.
+    subnormal exponentials to 0.
     """
     if importlib.util.find_spec("triton") is None:
         return

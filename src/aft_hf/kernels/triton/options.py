@@ -1,7 +1,7 @@
 """Options of the Triton kernels, in one table: block sizes and warps by kernel, dtype and GPU.
 
 An entry is found by the name of a kernel and the dtype of the values; one that also names a compute capability holds
-for GPUs of that capability, and one of "documents" is what differs for packed documents or padding.
+for GPUs of that capability. An entry "... documents" has the options that differ for packed documents or padding.
 `scripts/tune_kernels.py` measures candidates and prints the best.
 """
 
@@ -39,12 +39,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16": {"BD": 16, "num_warps": 1, "num_stages": 1, "PRECISION": "bf16"},
         "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "bf16"},
         "float32": {"BD": 16, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
-        "float32 sm_100": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},  # 16 spill registers
+        # With 16 features, it spills registers
+        "float32 sm_100": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
         "float32 sm_89 documents": {"maxnreg": 255},  # without a maximum, it gets 168, and spills
     },
     "sweep_backward_kernel": {
         "bfloat16": {"BD": 16, "num_warps": 1, "PRECISION": "bf16"},
-        "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "bf16"},  # which has no products of bfloat16
+        "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "PRECISION": "bf16"},  # sm_75 has no products of bfloat16
         "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # 16 features spill registers except on sm_90
         "float32 sm_90": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BD": 8, "num_warps": 4, "PRECISION": "tf32x3"},  # with 2 warps, it spills registers
@@ -66,7 +67,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "window_gradient_kernel": {
         # "bf16" exceeds the error that the contract of the forms allows by 2 %
         "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},
-        "bfloat16 sm_80": {"BD": 32, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32"},  # 2 spill registers
+        # With 2 stages, it spills registers
+        "bfloat16 sm_80": {"BD": 32, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
     # The products of grids and tables

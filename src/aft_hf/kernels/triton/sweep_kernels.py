@@ -263,7 +263,7 @@ def sweep_kernel(
             bad = tl.min(right.to(tl.int32), 0) == 0
         else:
             # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread);
-            # `own` is NaN if a key or value is
+            # without CARRY, `own` is NaN if a key or value is
             bad = ~((M > EMPTY) & (own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
             if CARRY:
                 bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
@@ -678,7 +678,7 @@ def _window_gradient(
         rho = _largest(-log_den + (g + c) * 0.0)
         lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
         good = highest + rho <= SAFE * LOG2E
-    else:  # the forward pass has flagged those whose products may overflow (g up to 1e12)
+    else:  # the forward pass has flagged features whose products overflow for gradients up to 1e12
         good = tl.load(r_ptr + (b * N + n) * 3 * D + 2 * D + features, exists, 0.0) == 0.0
     if CAREFUL:
         for s in range(WIDE):
