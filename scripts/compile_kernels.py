@@ -117,8 +117,8 @@ def problems() -> Iterator[tuple[str, Mixing]]:
     for (name, (heads, key_width, biases)), dtype, packed in product(
         structures.items(), (torch.bfloat16, torch.float32), (False, True)
     ):
-        if packed and name in ("full", "local, wide"):
-            continue  # not computed by a kernel, or as without documents
+        if packed and name == "full":
+            continue  # not computed by a kernel
         value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
         key = tensor(BATCH, LENGTH, key_width, dtype=dtype)
         options = {"visibility": documents} if packed else {}

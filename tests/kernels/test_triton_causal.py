@@ -159,6 +159,38 @@ def test_tokens_before_a_window_count_where_its_largest_key_has_a_small_bias(siz
     assert_exact(problem(73, size, width=1, key=key, bias=lambda w: w - 150), terms=5.0)
 
 
+HOSTILE = {
+    "far larger keys": ("key", lambda x: x + 200),
+    "far smaller keys": ("key", lambda x: x - 200),
+    "larger values": ("value", lambda x: 1e4 * x),
+    "NaN": ("value", lambda x: x * torch.nan),
+    "a gradient of NaN": ("gradient", lambda x: x * torch.nan),
+}
+
+
+@pytest.mark.parametrize("size", (5, slow("alibi"), slow(40), slow("alone")), ids=str)
+@pytest.mark.parametrize("begin", (41, slow(32), slow(63)))
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_document_does_not_reach_the_one_before_or_after(hostile, begin, size, monkeypatch):
+    monkeypatch.setattr(causal_launch, "PROGRAMS", 1000 if begin == 32 else causal_launch.PROGRAMS)
+    special = {"alone": {"alone": True}, "alibi": {"alibi": True}}.get(size, {})
+    window = {"alone": 4, "alibi": None}.get(size, size)
+    given = problem(70, window, width=2, first=documents(70, begin)[None], **special)
+    parts = slice(0, begin), slice(begin, 70)
+    for changed, other in (parts, parts[::-1]):
+        found = []
+        for change in (lambda x: x, HOSTILE[hostile][1]):
+            tensors = dict(zip(("query", "key", "value"), given)) | {"gradient": torch.ones(1, 70, 2)}
+            x = tensors[HOSTILE[hostile][0]]
+            x = torch.cat([change(x[:, part]) if part == changed else x[:, part] for part in parts], 1)
+            *inputs, gradient = (tensors | {HOSTILE[hostile][0]: x}).values()
+            inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
+            output = Causal.apply(*inputs, *(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given[3:]))
+            found.append([output, *torch.autograd.grad(output, inputs, gradient.to(DEVICE))])
+        for x, y in zip(*found):
+            torch.testing.assert_close(y[:, other], x[:, other], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(("length", "size"), ((1, 5), (1, "alibi"), (33, 5), slow(33, "alibi"), slow(130, 5)), ids=str)
 def test_any_length_in_one_segment_or_several(length, size, monkeypatch):
     given = problem(length, None if size == "alibi" else size, width=4, alibi=size == "alibi")

@@ -41,7 +41,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 16, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
         # With 16 features, it spills registers
         "float32 sm_100": {"BD": 8, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
-        "float32 sm_89 documents": {"maxnreg": 255},  # without a maximum, it gets 168, and spills
+        "float32 documents": {"BD": 8},  # 16 features spill registers except on sm_90
+        "float32 sm_90 documents": {},
     },
     "sweep_backward_kernel": {
         "bfloat16": {"BD": 16, "num_warps": 1, "PRECISION": "bf16"},
@@ -49,9 +50,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},  # 16 features spill registers except on sm_90
         "float32 sm_90": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BD": 8, "num_warps": 4, "PRECISION": "tf32x3"},  # with 2 warps, it spills registers
-        "bfloat16 documents": {"BD": 8},
-        "bfloat16 sm_80 documents": {"BD": 8, "num_warps": 2},  # with 1 warp, it spills registers
-        "float32 documents": {"num_warps": 4},
+        "bfloat16 documents": {"BD": 8},  # 16 features spill registers except on sm_90
+        "bfloat16 sm_90 documents": {},
+        "float32 sm_90 documents": {"BD": 8},
     },
     # These kernels, which sum key by key, have BD of the sweeps. Without a maximum, the compiler allows them 96
     # registers, and some variants spill.

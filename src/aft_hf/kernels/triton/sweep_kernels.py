@@ -6,8 +6,11 @@ before the queries' own one have biases; a_t is the largest w of query t. Tiles 
 
 Products are relative to the largest key m so far. This is exact unless a chunk has a key far above all before it.
 Such chunks are flagged per feature, and `repair_kernel` and `repair_backward_kernel` compute them key by key. CHECK:
-some queries do not see the first tokens (documents, or a window alone), so m is the largest key of the window, and
-denominators tell which chunks to repair.
+some queries do not see the first tokens (a window alone, or documents with other windows than of CARRY), so m is the
+largest key of the window, and denominators tell which chunks to repair.
+
+CARRY (NEAR = 1): the factors of a chunk are kept for the next one. With documents, m and the sums begin anew where a
+document begins; denominators are checked in such chunks only.
 
 Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 logarithms of denominators, here without
 a_t. `causal_launch.py` launches these kernels.
@@ -80,6 +83,25 @@ def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOC
 
 
 @triton.jit
+def _center(k_ptr, v_ptr, t, kt, vt, keys, features, exists):
+    """A key, and its value for use as a center: 0 if it is not finite or hidden by a key of -inf."""
+    k = tl.load(k_ptr + (t * kt + keys), exists, -float("inf")).to(tl.float32)
+    v = tl.load(v_ptr + (t * vt + features), exists, 0.0).to(tl.float32)
+    return k, tl.where((tl.abs(v) < float("inf")) & (k > -float("inf")), v, 0.0)
+
+
+@triton.jit
+def _carried(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, M,
+             PRECISION: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+    """The largest key so far, M or one of a chunk, and the sums and factors of the chunk relative to it."""
+    k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
+    M = tl.maximum(M, tl.max(k, 0))
+    p = tl.exp2((k - M[None, :]) * LOG2E)
+    pv = p * v
+    return M, tl.sum(p, 0), tl.sum(pv, 0), _factor(p, PRECISION), _factor(pv, PRECISION)
+
+
+@triton.jit
 def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE: tl.constexpr):
     """Load w between queries t and keys u, which are broadcast against each other: -inf where u is hidden from t."""
     lag, place = t - u, tl.maximum(tl.minimum(t - start - past, positions - 1), 0).to(tl.int64) * w_position
@@ -140,8 +162,8 @@ def sweep_kernel(
     INITIAL: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
-    CHECK: tl.constexpr = DOCUMENTS or ALONE
-    CARRY: tl.constexpr = NEAR == 1 and not CHECK
+    CARRY: tl.constexpr = NEAR == 1 and not ALONE
+    CHECK: tl.constexpr = ALONE or (DOCUMENTS and not CARRY)
     # A thread that loads fewer features has more rows of them, whose sums take fewer shuffles
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, 4)
     k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
@@ -153,11 +175,11 @@ def sweep_kernel(
     i = tl.arange(0, C)
     M, N0, D0 = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     first_chunk, end = s * each, tl.minimum(s * each + each, N)
-    known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
-    center = tl.load(v_ptr + (first_chunk * C * vt + features), exists, 0.0).to(tl.float32)
-    center = tl.where((tl.abs(center) < float("inf")) & (known > -float("inf")), center, 0.0)
-    if DOCUMENTS:
+    known, center = _center(k_ptr, v_ptr, first_chunk * C, kt, vt, keys, features, exists)
+    if DOCUMENTS and not CARRY:
         center = center * 0.0
+    elif DOCUMENTS:  # of the document that goes on
+        center = tl.where(tl.load(first_ptr + b * T + first_chunk * C) < first_chunk * C, center, 0.0)
     if INITIAL:
         M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
         N0 = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
@@ -168,24 +190,36 @@ def sweep_kernel(
             M, age, N0, D0 = _join(M, age, N0, D0, top, num, den, age, length, 0.0, LOG2E)
     N0 -= center * D0
     far_top = M
-    if not CHECK:  # the largest key that all queries of the first chunk see
+    if CARRY:  # the chunk before is computed once: its factors, and its sums, which join those before the window
+        t = (first_chunk - 1) * C + i
+        start = t * 0
+        if DOCUMENTS:  # only the document of its last token counts
+            begin = tl.load(first_ptr + b * T + first_chunk * C - 1, first_chunk > 0, T).to(tl.int32)
+            start, before = tl.where(t >= begin, t * 0, T), begin < first_chunk * C - C
+            far_top, N0, D0 = tl.where(before, far_top, EMPTY), tl.where(before, N0, 0.0), tl.where(before, D0, 0.0)
+        M, joining_p, joining_pv, last_p, last_pv = _carried(
+            k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, far_top, PRECISION,
+            DOCUMENTS)  # fmt: skip
+        fade = tl.exp2((far_top - M) * LOG2E)
+    elif not CHECK:  # the largest key that all queries of the first chunk see
         for j in tl.range(NEAR):
             t = (first_chunk - NEAR + j) * C + i
             inside = (t >= 0)[:, None] & exists[None, :]
             M = tl.maximum(M, tl.max(_tile(k_ptr, t, kt, keys, inside, -float("inf")), 0))
+    if not CHECK:
         M = tl.where(M > EMPTY, M, tl.maximum(known, EMPTY))
-    if CARRY:  # the chunk before is computed once: its factors, and its sums, which join those before the window
-        t, fade = (first_chunk - 1) * C + i, tl.exp2((far_top - M) * LOG2E)
-        k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, t * 0, center, False)
-        p = tl.exp2((k - M[None, :]) * LOG2E)
-        pv = p * v
-        joining_p, joining_pv = tl.sum(p, 0), tl.sum(pv, 0)
-        last_p, last_pv = _factor(p, PRECISION), _factor(pv, PRECISION)
     for n in range(first_chunk, end):
         t = n * C + i
         start = _starts(first_ptr, b, t, T, DOCUMENTS)
-        oldest, begin, kept = (n - NEAR) * C, 0, True
-        if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
+        oldest, begin, kept, mixed = (n - NEAR) * C, 0, True, False
+        if CARRY and DOCUMENTS:
+            begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
+            mixed, kept = begin >= n * C, tl.load(first_ptr + b * T + n * C) < n * C
+            # A document may not change the rounding of another one
+            moved = tl.where(mixed, center, 0.0)
+            center, M = center - moved, tl.where(kept, M, EMPTY)
+            N0, D0 = tl.where(kept, N0 + moved * D0, 0.0), tl.where(kept, D0, 0.0)
+        elif DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
             begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
             kept = begin < oldest
             # A document may not change the rounding of another one
@@ -212,9 +246,14 @@ def sweep_kernel(
         top0, num0, den0 = far_top, N0, D0
         if CARRY:
             r, far = tl.exp2((M - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
+            if DOCUMENTS:
+                far = tl.maximum(far, 0.0)
             N0, D0, far_top = N0 * fade, D0 * fade, M
             num, den, a = far * N0[None, :], far * D0[None, :], tl.load(a_at)
-            num, den = num + _dot(a, last_pv, PRECISION), den + _dot(a, last_p, PRECISION)
+            num, of_last = num + _dot(a, last_pv, PRECISION), _dot(a, last_p, PRECISION)
+            den += of_last
+            if DOCUMENTS:
+                num += of_last * moved[None, :]
             num, den = num * r[None, :], den * r[None, :]
             N0, D0, fade = N0 + joining_pv, D0 + joining_p, r
         elif not ALONE:
@@ -258,8 +297,9 @@ def sweep_kernel(
             a = tl.load(a_at + NEAR * C)
             num += _dot(a, own_pv, PRECISION)
             den += _dot(a, own_p, PRECISION)
+        hidden, largest, next_center = ((start > t) | (t >= T))[:, None], m, center
         if CHECK:
-            right = (den >= TINY) & (tl.abs(num) < float("inf")) | (start > t)[:, None]
+            right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
             bad = tl.min(right.to(tl.int32), 0) == 0
         else:
             # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread);
@@ -268,6 +308,15 @@ def sweep_kernel(
             if CARRY:
                 bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
         M = m
+        if mixed:  # a document begins in the chunk, and only the last one counts later
+            right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
+            bad = tl.min(right.to(tl.int32), 0) == 0
+            num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
+            known, next_center = _center(k_ptr, v_ptr, begin, kt, vt, keys, features, exists & (begin < T))
+            M, joining_p, joining_pv, last_p, last_pv = _carried(
+                k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, tl.where(t >= begin, start, T), next_center,
+                tl.zeros((BD,), tl.float32) + EMPTY, PRECISION, DOCUMENTS)  # fmt: skip
+            N0, D0, largest = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32), tl.where(M > EMPTY, M, m)
         of_chunk = (b * N + n) * D + features
         tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
         state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
@@ -282,9 +331,13 @@ def sweep_kernel(
         if GATED:
             gate = 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E)
         if KEEP:
-            average, log_den, largest = _divide(num, den), _log2(den), m
+            average, log_den = _divide(num, den), _log2(den)
             if CHECK:
-                log_den, largest = tl.where(some, log_den, float("inf")), tl.where(m > EMPTY, m, 0.0)
+                log_den = tl.where(some, log_den, float("inf"))
+            elif DOCUMENTS:  # relative to a key that all later queries of the last document see
+                log_den = tl.where(hidden, float("inf"), log_den + ((m - largest) * LOG2E)[None, :])
+            if CHECK or DOCUMENTS:
+                largest = tl.where(largest > EMPTY, largest, 0.0)
             tl.store(c_ptr + at, average.to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + at, log_den, inside)
             to = r_ptr + (b * N + n) * 3 * D + features
@@ -296,7 +349,10 @@ def sweep_kernel(
             y = _divide(num + center[None, :] * den, den * gate)
         if CHECK:
             y = tl.where(some, y, 0.0)
+        elif DOCUMENTS:  # the query of a hidden token may be NaN
+            y = tl.where(hidden, 0.0, y)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
+        center = next_center
 
 
 @kernel
@@ -350,7 +406,7 @@ def repair_kernel(
         if KEEP:
             tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
             largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
-            if DOCUMENTS or ALONE:
+            if ALONE or (DOCUMENTS and NEAR != 1):
                 largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
                 tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
             log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
@@ -417,13 +473,22 @@ def _far_queries(
 
 
 @triton.jit
-def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, D, exists):
+def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, far_ptr, D, exists, DOCUMENTS: tl.constexpr):
     """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference,
     so no exponential exceeds 1, and the sums are finite unless a query is not.
     """
     shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
     x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
+    if DOCUMENTS:
+        seen = (tl.load(far_ptr) >= 0.0)[:, None]
+        return tl.sum(tl.where(seen, x, 0.0), 0), tl.sum(tl.where(seen, x * c, 0.0), 0)
     return tl.sum(x, 0), tl.sum(x * c, 0)
+
+
+@triton.jit
+def _shift(x, y):
+    """log2(exp(x - y)), at most 100: it is positive only between documents, and then a factor of 0."""
+    return tl.minimum((x - y) * LOG2E, 100.0)
 
 
 @kernel
@@ -439,10 +504,11 @@ def sweep_backward_kernel(
 
     Without CHECK, the reference of a chunk is a key that all of these queries see, so the sums need no maximum.
     """
-    CHECK: tl.constexpr = DOCUMENTS or ALONE
-    CARRY: tl.constexpr = NEAR == 1 and not CHECK and not TOTALS  # as in the forward pass
+    CARRY: tl.constexpr = NEAR == 1 and not ALONE and not TOTALS  # as in the forward pass
+    CHECK: tl.constexpr = ALONE or (DOCUMENTS and not CARRY)
+    MASK: tl.constexpr = ALONE or DOCUMENTS
     # As in the forward pass; in float32, loads of 4 features spill registers
-    AT_ONCE: tl.constexpr = 2 if CARRY and PRECISION == "tf32x3" else 4
+    AT_ONCE: tl.constexpr = 2 if (CARRY or DOCUMENTS) and PRECISION == "tf32x3" else 4
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
     if TOTALS:
         s += 1
@@ -464,19 +530,22 @@ def sweep_backward_kernel(
             top, num, den, of_sums, dropped = _load_sums(sums_at, features, D, exists)
             shift = (reference - of_sums) * LOG2E
             den += (tl.load(sums_at + 5 * D + features, exists, 0.0) - center) * num
-            if CHECK:
+            if MASK:
                 R, _, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
             else:
                 X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
+        if MASK and not CHECK:
+            X, Z = X * tl.exp2(R), Z * tl.exp2(R)
     if CARRY:  # the queries of the chunk after the segment
         g, c, log_den, of_next = _queries(
-            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, CHECK, False,
+            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, MASK, False,
             C)  # fmt: skip
         x_next = tl.exp2(-log_den) * g
         center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
+        of_tile = (tiles + tl.minimum(end, NT - 1)) * C + i
         far_x, far_xc = _far_sums(
-            g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + (tiles + tl.minimum(end, NT - 1)) * C + i, D,
-            exists)  # fmt: skip
+            g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + of_tile, far_ptr + of_tile, D, exists,
+            DOCUMENTS)  # fmt: skip
         x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
     for back in range(0, end - first_chunk):
         n = end - 1 - back
@@ -494,7 +563,7 @@ def sweep_backward_kernel(
             tile = tl.where(NT < N, tl.minimum(n, NT - 1 - NEAR), n)
             b_at = b_ptr + ((tiles + tile) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
             g, c, log_den, _ = _queries(
-                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center, GATED, CHECK,
+                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center, GATED, MASK,
                 True, C)  # fmt: skip
             lowest, bad = tl.zeros((BD,), tl.float32), center != center
             if CHECK:
@@ -504,18 +573,22 @@ def sweep_backward_kernel(
                 bad = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0) > 0.0
             x = tl.exp2(-log_den - lowest[None, :]) * g
             if CARRY:
+                of_tile = (tiles + tl.minimum(n, NT - 1)) * C + i
                 far_own, far_own_c = _far_sums(
-                    g, c, log_den, reference, r_ptr + features, n - 2,
-                    top_ptr + (tiles + tl.minimum(n, NT - 1)) * C + i, D, exists)  # fmt: skip
+                    g, c, log_den, reference, r_ptr + features, n - 2, top_ptr + of_tile, far_ptr + of_tile, D, exists,
+                    DOCUMENTS)  # fmt: skip
                 bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # a query that is not finite
             x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
             a = tl.load(b_at)
             own_num, own_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
             of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-            if not CHECK:
+            if CARRY and DOCUMENTS:  # later queries see the last document of the chunk
+                seen = (u >= begin)[:, None]
+                of_num, of_den = tl.where(seen, X[None, :], 0.0), tl.where(seen, Z[None, :], 0.0)
+            elif not CHECK:
                 of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
             if CARRY:  # the queries of the chunk after this one, whose factors were computed with it
-                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2((reference - of_next) * LOG2E)
+                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2(_shift(reference, of_next))
                 later = _dot(a, x_next, PRECISION)
                 of_den += later * (fade * (center_next - center))[None, :]
                 of_num += later * fade[None, :]
@@ -558,7 +631,7 @@ def sweep_backward_kernel(
             if not CHECK:
                 e = tl.exp2(k)
                 of_num, of_den = of_num * e, of_den * e
-            if not CHECK and not CARRY:
+            if not CHECK and (DOCUMENTS or not CARRY):
                 bad |= tl.max(((of_num + of_den) * 0.0 != 0.0).to(tl.int32), 0) > 0
             tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
             tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
@@ -566,6 +639,8 @@ def sweep_backward_kernel(
             state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
             if CHECK:
                 tl.store(state_at, top0, bad)
+            elif DOCUMENTS:
+                tl.store(state_at, tl.zeros((BD,), tl.float32), bad)
             tl.store(state_at + D, num0, bad)
             tl.store(state_at + 2 * D, den0, bad)
         if DOCUMENTS:  # the keys of another document see none of these queries
@@ -573,11 +648,11 @@ def sweep_backward_kernel(
             R, X, Z = tl.where(same, R, EMPTY), tl.where(same, X, 0.0), tl.where(same, Z, 0.0)
             length = tl.where(same, length, float("inf"))
         # From here on, relative to the reference of the chunk before, which the queries that join see
-        shift = (below - reference) * LOG2E
         if CHECK:
-            R += tl.where(n > 0, shift, 0.0)
+            R += tl.where(n > 0, (below - reference) * LOG2E, 0.0)
         else:
-            X, Z = X * tl.exp2(shift), Z * tl.exp2(shift)
+            fade = tl.exp2(_shift(below, reference))
+            X, Z = X * fade, Z * fade
         if CARRY:
             X, Z = X + far_x, Z + far_xc
             far_x, far_xc = far_own, far_own_c
@@ -713,7 +788,7 @@ def window_gradient_kernel(
     """Compute the gradient of w between the queries of a chunk and the keys of one or two chunks, summed over the
     features of a head and `each` rows. Entries are stored by query and lag.
     """
-    CHECK: tl.constexpr = DOCUMENTS or ALONE
+    CHECK: tl.constexpr = ALONE or (DOCUMENTS and NEAR != 1)
     WIDE: tl.constexpr = 2 * C if NEAR > 0 else C
     TILES: tl.constexpr = NEAR // 2 + 1
     pid = tl.program_id(0)
