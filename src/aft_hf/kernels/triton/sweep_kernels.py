@@ -10,7 +10,7 @@ some queries do not see the first tokens (a window alone, or documents with othe
 largest key of the window, and denominators tell which chunks to repair.
 
 CARRY (NEAR = 1): the factors of a chunk are kept for the next one. With documents, m and the sums begin anew where a
-document begins; denominators are checked in such chunks only.
+document begins; in such chunks, numerators and denominators tell what to repair.
 
 Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 logarithms of denominators, here without
 a_t. `causal_launch.py` launches these kernels.
@@ -211,12 +211,12 @@ def sweep_kernel(
     for n in range(first_chunk, end):
         t = n * C + i
         start = _starts(first_ptr, b, t, T, DOCUMENTS)
-        oldest, begin, kept, mixed = (n - NEAR) * C, 0, True, False
+        oldest, begin, kept, begins = (n - NEAR) * C, 0, True, False
         if CARRY and DOCUMENTS:
             begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
-            mixed, kept = begin >= n * C, tl.load(first_ptr + b * T + n * C) < n * C
+            begins, kept = begin >= n * C, tl.load(first_ptr + b * T + n * C) < n * C
             # A document may not change the rounding of another one
-            moved = tl.where(mixed, center, 0.0)
+            moved = tl.where(begins, center, 0.0)
             center, M = center - moved, tl.where(kept, M, EMPTY)
             N0, D0 = tl.where(kept, N0 + moved * D0, 0.0), tl.where(kept, D0, 0.0)
         elif DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
@@ -308,15 +308,16 @@ def sweep_kernel(
             if CARRY:
                 bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
         M = m
-        if mixed:  # a document begins in the chunk, and only the last one counts later
+        if begins:  # a document begins in the chunk, and only the last one counts later
             right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
             bad = tl.min(right.to(tl.int32), 0) == 0
             num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
-            known, next_center = _center(k_ptr, v_ptr, begin, kt, vt, keys, features, exists & (begin < T))
+            _, next_center = _center(k_ptr, v_ptr, begin, kt, vt, keys, features, exists & (begin < T))
             M, joining_p, joining_pv, last_p, last_pv = _carried(
                 k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, tl.where(t >= begin, start, T), next_center,
                 tl.zeros((BD,), tl.float32) + EMPTY, PRECISION, DOCUMENTS)  # fmt: skip
-            N0, D0, largest = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32), tl.where(M > EMPTY, M, m)
+            largest, fade = tl.where(M > EMPTY, M, m), tl.zeros((BD,), tl.float32)
+            N0, D0 = fade, fade
         of_chunk = (b * N + n) * D + features
         tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
         state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
@@ -326,18 +327,18 @@ def sweep_kernel(
         tl.store(state_at + 3 * D, center, bad)
         inside, at, gate = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :], 1.0
         some = den != 0.0
-        if CHECK:  # without it, chunks with queries that see no key are bad
+        if CHECK:  # without it, chunks with visible queries that see no key are bad
             den = tl.where(some, den, 1.0)
         if GATED:
             gate = 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E)
         if KEEP:
             average, log_den = _divide(num, den), _log2(den)
+            if CHECK or DOCUMENTS:  # finite, since the chunk may hold another document than one of infinite keys
+                largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
             if CHECK:
                 log_den = tl.where(some, log_den, float("inf"))
             elif DOCUMENTS:  # relative to a key that all later queries of the last document see
                 log_den = tl.where(hidden, float("inf"), log_den + ((m - largest) * LOG2E)[None, :])
-            if CHECK or DOCUMENTS:
-                largest = tl.where(largest > EMPTY, largest, 0.0)
             tl.store(c_ptr + at, average.to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + at, log_den, inside)
             to = r_ptr + (b * N + n) * 3 * D + features
@@ -407,8 +408,9 @@ def repair_kernel(
             tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
             largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
             if ALONE or (DOCUMENTS and NEAR != 1):
-                largest = tl.maximum(tl.max(tl.where(some & inside, top, EMPTY), 0), EMPTY)
-                tl.store(r_ptr + (b * N + n) * 3 * D + features, tl.where(largest > EMPTY, largest, 0.0), bad)
+                largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
+                largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
+                tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
             log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
             tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
             tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
@@ -475,7 +477,7 @@ def _far_queries(
 @triton.jit
 def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, far_ptr, D, exists, DOCUMENTS: tl.constexpr):
     """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference,
-    so no exponential exceeds 1, and the sums are finite unless a query is not.
+    so no exponential exceeds 1, and the sums are finite unless a query is not. DOCUMENTS: only those that see it.
     """
     shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
     x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
@@ -487,7 +489,7 @@ def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, far_ptr, D, exis
 
 @triton.jit
 def _shift(x, y):
-    """log2(exp(x - y)), at most 100: it is positive only between documents, and then a factor of 0."""
+    """log2(exp(x - y)), at most 100: larger values belong to flagged chunks, or are multiplied by 0."""
     return tl.minimum((x - y) * LOG2E, 100.0)
 
 
