@@ -156,8 +156,7 @@ _CLAIMS = (
             _control("characters, equal operations", "characters", "characters-wide-short"),
             _control("pixels, equal operations", "pixels", "pixels-wide-short"),
         ),
-        "The paper trains both for equal steps. Half the depth at twice the width has twice the operations of a step: "
-        "at equal operations, half the steps.",
+        "The paper trains both for equal steps. Twice the width at half the depth doubles the operations of a step.",
     ),
     Claim(
         "7",

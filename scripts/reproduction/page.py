@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 TEXT = f"""# The paper's claims at small scale
 
-Each claim is tested by small models with equal budgets on Tiny Shakespeare (characters) and CIFAR-10 (pixels and
-images), far from convergence: compare the order of numbers, not values. Text is in bits per character or dimension
-(lower is better), images in accuracy.
+Small models with equal budgets test each claim on Tiny Shakespeare (characters) and CIFAR-10 (pixels and images), far
+from convergence: compare the order of numbers, not values. Text is in bits per character or dimension (lower is
+better), images in accuracy.
 
 {{verdicts}}
 
 **Rule.** Arms are compared seed by seed. The effect is our number minus the other, with the 95 % interval of Student's
-t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p is that of the t test against 0 or the margin
-that a claim allows, adjusted by Holm over the comparisons of a claim (of the paper; of ours); intervals are not
-adjusted. A comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold, and one
-that fails sinks it. Controls are ours and decide nothing. Parameters and memory (the peak of a call, without weights)
-are exact; speeds have a sign test over nine turns. Intervals, first learning rates and seeds were fixed before the
-confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the sampling error of the
-test sets (standard errors of at most {{errors}}).
+t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p, of a t test against 0 or the margin that a
+claim allows, is adjusted by Holm over the comparisons of a claim (controls apart); intervals are not adjusted. A
+comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one that fails sinks
+it. Controls are ours and decide nothing. Parameters and memory (the peak of a call, without weights) are exact;
+speeds, measured beside other processes, have a sign test over nine turns. Intervals, first learning rates and seeds
+were fixed before the confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the
+sampling error of the test sets (standard errors of at most {{errors}}).
 
-**Runs.** {{runs}} Each arm gets the learning rate with the lowest training loss in short runs with another seed, and a
-cosine schedule. The grid grows until the best rate is inside; ‡ marks numbers whose rate is not: {{edges}}.
-Earlier runs (three seeds, a quarter of the steps at four times the batch, one rate) in the appendix decide nothing.
+**Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs.
+The grid grows until the best rate is inside; ‡ marks numbers whose rate is not: {{edges}}.
+Earlier runs in the appendix (a quarter of the steps, four times the batch, one rate) decide nothing.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
