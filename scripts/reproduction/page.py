@@ -324,7 +324,9 @@ def _sides(claim: Claim, records: Records) -> dict[tuple[str, str], list[dict]]:
 
 @styled()
 def draw(claim: Claim, records: Records) -> "Figure":
-    """For each kind of data: training losses of the arms, averaged over seeds, and the score of each seed."""
+    """For each kind of data: training losses of the arms, averaged over seeds, and the score of each seed, or
+    the speed of each turn.
+    """
     sides = _sides(claim, records)
     kinds = list(dict.fromkeys(ARMS[arm].data for arm, _ in sides))
     height = sum(max(1.8, 0.6 + 0.22 * sum(ARMS[arm].data == kind for arm, _ in sides)) for kind in kinds)
@@ -344,9 +346,11 @@ def draw(claim: Claim, records: Records) -> "Figure":
             losses.legend(fontsize=6)
         for position, (arm, metric) in enumerate(reversed(own)):
             values = [x["metrics"][metric] for x in sides[arm, metric]]
+            values = sides[arm, metric][0]["metrics"].get("speed_turns", values)
             scores.plot(values, [position] * len(values), ".", color=CURVES[0])
         names = [arm if metric == "test" else f"{arm}: {metric}" for arm, metric in reversed(own)]
         scores.set_yticks(range(len(own)), names)
-        scores.set(xlabel="score of each seed", ylim=(-0.6, len(own) - 0.4))
+        scores.set_xlabel("speed of each turn" if kind == "speed" else "score of each seed")
+        scores.set_ylim(-0.6, len(own) - 0.4)
         scores.grid(alpha=0.3, axis="x")
     return figure
