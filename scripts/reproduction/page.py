@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TEXT = f"""# The paper's claims at small scale
 
 Small models with equal budgets test each claim on Tiny Shakespeare (characters) and CIFAR-10 (pixels and images), far
-from convergence: compare the order of numbers, not values. Text is in bits per character or dimension (lower is
+from convergence: compare the order, not values. Text is in bits per character or dimension (lower is
 better), images in accuracy.
 
 {{verdicts}}
@@ -33,13 +33,13 @@ better), images in accuracy.
 t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p, of a t test against 0 or the margin that a
 claim allows, is adjusted by Holm over the comparisons of a claim (controls apart); intervals are not adjusted. A
 comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one that fails sinks
-it. Controls are ours and decide nothing. Parameters and memory (the peak of a call, without weights) are exact;
+it. Controls are ours and decide nothing. Parameters and memory (peak of a call, without weights) are exact;
 speeds, measured beside other processes, have a sign test over nine turns. Intervals, first learning rates and seeds
 were fixed before the confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the
 sampling error of the test sets (standard errors of at most {{errors}}).
 
-**Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs.
-The grid grows until the best rate is inside; ‡ marks numbers whose rate is not: {{edges}}.
+**Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
+another seed. The grid grows until the best rate is inside; ‡ marks numbers whose rate is not: {{edges}}.
 Earlier runs in the appendix (a quarter of the steps, four times the batch, one rate) decide nothing.
 
 ```bash

@@ -177,14 +177,14 @@ def test_a_document_does_not_reach_the_one_before_or_after(hostile, begin, size,
     special = {"alone": {"alone": True}, "alibi": {"alibi": True}}.get(size, {})
     window = {"alone": 4, "alibi": None}.get(size, size)
     given = problem(70, window, width=2, first=documents(70, begin)[None], **special)
-    parts = slice(0, begin), slice(begin, 70)
+    parts, (name, make_hostile) = (slice(0, begin), slice(begin, 70)), HOSTILE[hostile]
     for changed, other in (parts, parts[::-1]):
         found = []
-        for change in (lambda x: x, HOSTILE[hostile][1]):
+        for change in (lambda x: x, make_hostile):
             tensors = dict(zip(("query", "key", "value"), given)) | {"gradient": torch.ones(1, 70, 2)}
-            x = tensors[HOSTILE[hostile][0]]
-            x = torch.cat([change(x[:, part]) if part == changed else x[:, part] for part in parts], 1)
-            *inputs, gradient = (tensors | {HOSTILE[hostile][0]: x}).values()
+            x = tensors[name]
+            tensors[name] = torch.cat([change(x[:, part]) if part == changed else x[:, part] for part in parts], 1)
+            *inputs, gradient = tensors.values()
             inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
             output = Causal.apply(*inputs, *(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given[3:]))
             found.append([output, *torch.autograd.grad(output, inputs, gradient.to(DEVICE))])

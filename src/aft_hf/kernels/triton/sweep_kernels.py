@@ -178,7 +178,7 @@ def sweep_kernel(
     known, center = _center(k_ptr, v_ptr, first_chunk * C, kt, vt, keys, features, exists)
     if DOCUMENTS and not CARRY:
         center = center * 0.0
-    elif DOCUMENTS:  # of the document that goes on
+    elif DOCUMENTS:  # only a document that began before has a center here
         center = tl.where(tl.load(first_ptr + b * T + first_chunk * C) < first_chunk * C, center, 0.0)
     if INITIAL:
         M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
@@ -536,7 +536,7 @@ def sweep_backward_kernel(
                 R, _, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
             else:
                 X, Z = X + num * tl.exp2(shift), Z + den * tl.exp2(shift)
-        if MASK and not CHECK:
+        if CARRY and DOCUMENTS:
             X, Z = X * tl.exp2(R), Z * tl.exp2(R)
     if CARRY:  # the queries of the chunk after the segment
         g, c, log_den, of_next = _queries(
