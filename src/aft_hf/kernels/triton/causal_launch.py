@@ -461,6 +461,6 @@ def band_backward(gradient, query, key, start, length, window, starts):  # type:
 
 
 def _band_constants(heads: int, query: torch.Tensor, window: int) -> dict[str, Any]:
-    # With 64 features, the backward kernel spills registers on some GPUs
-    block = min(32, max(16, power_of_two_from(query.shape[-1])))
-    return {"HEADS": heads, "NEAR": -(-(window - 1) // CHUNK), "C": CHUNK, "BF": block, "num_warps": 4}
+    of_band = options("band", query)
+    block = min(of_band["BF"], max(16, power_of_two_from(query.shape[-1])))
+    return of_band | {"HEADS": heads, "NEAR": -(-(window - 1) // CHUNK), "C": CHUNK, "BF": block}

@@ -72,6 +72,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_80": {"BD": 32, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
     },
+    # w of a window from its factors, and their gradients. BF: features of the factors at once
+    "band": {
+        "bfloat16": {"BF": 32, "num_warps": 4},  # with 64, the backward kernel spills registers on some GPUs
+        "float32": {"BF": 32, "num_warps": 4},
+        "float32 sm_100": {"BF": 16, "num_warps": 4},  # with 32, it spills registers
+    },
     # The products of grids and tables
     "product": {
         # "bf16" exceeds the error that the contract of the forms allows by 3 %

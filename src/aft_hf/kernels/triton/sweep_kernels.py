@@ -112,6 +112,13 @@ def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE
     return tl.where(visible, w, -float("inf"))
 
 
+@triton.jit
+def _lost(num, den, hidden):
+    """Whether terms of a query were lost, or overflowed, for each feature."""
+    right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
+    return tl.min(right.to(tl.int32), 0) == 0
+
+
 @kernel
 def tiles_kernel(
     w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
@@ -299,8 +306,7 @@ def sweep_kernel(
             den += _dot(a, own_p, PRECISION)
         hidden, largest, next_center = ((start > t) | (t >= T))[:, None], m, center
         if CHECK:
-            right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
-            bad = tl.min(right.to(tl.int32), 0) == 0
+            bad = _lost(num, den, hidden)
         else:
             # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread);
             # without CARRY, `own` is NaN if a key or value is
@@ -309,8 +315,7 @@ def sweep_kernel(
                 bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
         M = m
         if begins:  # a document begins in the chunk, and only the last one counts later
-            right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
-            bad = tl.min(right.to(tl.int32), 0) == 0
+            bad = _lost(num, den, hidden)
             num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
             _, next_center = _center(k_ptr, v_ptr, begin, kt, vt, keys, features, exists & (begin < T))
             M, joining_p, joining_pv, last_p, last_pv = _carried(
