@@ -113,8 +113,7 @@ def assert_export_equals_model(model, inputs, shapes, others):
     "options",
     [
         {"aft_type": "local"},  # alibi has a test of its own
-        pytest.param({"aft_type": ["simple", "full"], "num_hidden_layers": 2}, marks=pytest.mark.slow),
-        pytest.param({"aft_type": "conv"}, marks=pytest.mark.slow),
+        pytest.param({"aft_type": ["simple", "full", "conv"], "num_hidden_layers": 3}, marks=pytest.mark.slow),
         pytest.param({"aft_type": "local", "global_connectivity": False}, marks=pytest.mark.slow),
         pytest.param({"aft_type": "conv", "position_bias_selection": "gumbel"}, marks=pytest.mark.slow),
     ],
