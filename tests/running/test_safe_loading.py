@@ -89,3 +89,29 @@ def test_a_table_of_shards_names_only_the_types_of_such_tables(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(f"c{name.replace(' ', chr(10))}\n.".encode())
     with pytest.raises(UnsafeCheckpointError, match=f"it names {name.replace(' ', '.')}, "), data_only(tmp_path):
         pass
+
+
+class Attribute:
+    """Pickled as an attribute of a class."""
+
+    def __init__(self, kind, name):
+        self.attribute = kind, name
+
+    def __reduce__(self):
+        return getattr, self.attribute
+
+
+def test_a_table_of_shards_names_members_of_enums_as_attributes_and_no_other_attribute(tmp_path, monkeypatch):
+    """Python 3.11.2 pickles members of enums so."""
+    enum = sharded.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    state, loaded = {"weight": torch.arange(3.0)}, {"weight": torch.zeros(3)}
+    sharded.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    with data_only(tmp_path):
+        sharded.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    torch.testing.assert_close(loaded, state)
+    for attribute in (Attribute(enum, "mro"), Attribute(sharded.metadata.Metadata, "__init__")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(attribute))
+        with pytest.raises(UnsafeCheckpointError, match=r"it names builtins\.getattr, "), data_only(tmp_path):
+            pass
