@@ -96,7 +96,7 @@ class _ShardTable(pickle.Unpickler):
     """Unpickler of a shard table that stops at the first name that is not among the types of such tables."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 so pickles members of enums
+        if (module, name) == ("builtins", "getattr"):  # for a member of an enum, in Python 3.11.2
             return _member
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         is_part = module == metadata.__name__ and getattr(vars(metadata).get(name), "__module__", None) == module
