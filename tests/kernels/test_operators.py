@@ -562,11 +562,11 @@ def test_a_prompt_may_be_given_in_pieces(kind, hides_outside, heads, variant):
 def test_steps_of_repeated_tokens_do_not_drift(kind, variant):
     problem = causal(kind, 2, 7, 16, 2, 4, query=False)
     problem.key[0], problem.value[0] = problem.key[0, :1], problem.value[0, :1]  # the same token at each step
-    count = 7 * 7_143
+    repeats = 7_143
     problem = problem._replace(bias=None if problem.bias is None else problem.bias[:, :1].contiguous())
-    repeated = {name: getattr(problem, name).repeat(1, count // 7, 1) for name in ("key", "value")}
+    repeated = {name: getattr(problem, name).repeat(1, repeats, 1) for name in ("key", "value")}
     # A last token that counts as much as all before it shows errors of their denominator, too.
-    repeated["key"] = torch.cat([repeated["key"], repeated["key"][:, -1:] + math.log(count)], 1)
+    repeated["key"] = torch.cat([repeated["key"], repeated["key"][:, -1:] + math.log(7 * repeats)], 1)
     repeated["value"] = torch.cat([repeated["value"], repeated["value"][:, -1:] + 3], 1)
     expected = operator(problem._replace(**repeated))[:, -2:]
     state, one = empty_state(problem, 2), OPS.causal_state.default

@@ -92,7 +92,7 @@ def test_a_table_of_shards_names_only_the_types_of_such_tables(tmp_path, name):
 
 
 class Attribute:
-    """Pickled as an attribute of a class."""
+    """An object that is pickled as `getattr(kind, name)`."""
 
     def __init__(self, kind, name):
         self.attribute = kind, name
@@ -102,7 +102,7 @@ class Attribute:
 
 
 def test_a_table_of_shards_names_members_of_enums_as_attributes_and_no_other_attribute(tmp_path, monkeypatch):
-    """Python 3.11.2 pickles members of enums so."""
+    """Python 3.11.2 pickles a member of an enum as `getattr(class, name)`."""
     enum = sharded.metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     state, loaded = {"weight": torch.arange(3.0)}, {"weight": torch.zeros(3)}

@@ -96,7 +96,7 @@ class _ShardTable(pickle.Unpickler):
     """Unpickler of a shard table that stops at the first name that is not among the types of such tables."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # for a member of an enum, in Python 3.11.2
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles enum members as getattr(class, name)
             return _member
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         is_part = module == metadata.__name__ and getattr(vars(metadata).get(name), "__module__", None) == module
@@ -106,6 +106,7 @@ class _ShardTable(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
+    """Return a member of an enum by its name. Any other attribute is refused."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
         raise UnsafeCheckpointError("builtins.getattr")
     return kind[name]

@@ -114,7 +114,7 @@ def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE
 
 @triton.jit
 def _lost(num, den, hidden):
-    """Whether terms of a query were lost, or overflowed, for each feature."""
+    """Return for each feature whether a denominator lost terms or a numerator is not finite, hidden queries aside."""
     right = (den >= TINY) & (tl.abs(num) < float("inf")) | hidden
     return tl.min(right.to(tl.int32), 0) == 0
 
