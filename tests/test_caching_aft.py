@@ -350,10 +350,14 @@ def test_a_window_of_one_has_its_own_position_bias_in_every_step(name):
     assert_near(in_pieces(model, ids, [3, 1, 1, 1])[0], model(ids, use_cache=False).logits)
 
 
-def test_gradients_of_a_text_in_pieces_are_those_of_the_text_in_one(model):
-    model, ids = model.double(), tokens(2, 13)
-    expected, found = model(ids, use_cache=False).logits, in_pieces(model, ids, [6, 1, 1, 5])[0]
-    weights, parameters = torch.randn_like(expected), list(model.parameters())
+@pytest.mark.parametrize("padded", (False, True))
+def test_gradients_of_a_text_in_pieces_are_those_of_the_text_in_one(model, padded):
+    model, ids = model.double(), tokens(3, 13)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :4], mask[2, 2:5] = 0, 0
+    expected, found = model(ids, mask, use_cache=False).logits, in_pieces(model, ids, [6, 1, 1, 5], mask)[0]
+    weights, parameters = torch.randn_like(expected) * mask.unsqueeze(-1), list(model.parameters())
     gradients = [
         torch.autograd.grad((x * weights).sum(), parameters, materialize_grads=True) for x in (found, expected)
     ]

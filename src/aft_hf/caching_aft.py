@@ -70,7 +70,7 @@ class AFTLayerState(CacheLayerMixin):
         self.is_empty = True
 
     def __copy__(self) -> "AFTLayerState":
-        # With tensors of its own, since new tokens update them in place, also outside of inference mode.
+        # With its own tensors, since new tokens update them in place outside of inference mode, too.
         other = type(self).__new__(type(self))
         with torch.inference_mode(False):
             vars(other).update({name: x.clone() if torch.is_tensor(x) else x for name, x in vars(self).items()})
@@ -97,7 +97,7 @@ class AFTLayerState(CacheLayerMixin):
         dtype, self.device = working_dtype(value_states), value_states.device
         of_sums = dtype if self.device.type == "mps" else torch.float64  # which mps does not have
         compiling = torch.compiler.is_compiling()
-        # Inference tensors could not be updated outside of inference mode.
+        # Inference tensors could not be updated outside of that mode.
         with nullcontext() if compiling else torch.inference_mode(False):
             self.keys = key_states.new_full((*shape, key_width), -torch.inf, dtype=dtype)
             self.values = value_states.new_zeros((*shape, width), dtype=dtype)
@@ -161,7 +161,9 @@ class AFTLayerState(CacheLayerMixin):
         needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, Tensor))
         if by_operator and not needs_gradients:
             return torch.ops.aft_hf_v2.causal_state(*given, *state)
-        context, following = portable_causal_state(*given, *state)
+        # The operator `causal` has gradients, unlike `causal_state`.
+        context = torch.ops.aft_hf_v2.causal(*given) if by_operator and self.is_empty else None
+        context, following = portable_causal_state(*given, *state, context=context)
         self.store(**dict(zip(SUMS_AND_WINDOW, following)))
         return context
 
@@ -236,7 +238,7 @@ class AFTLayerState(CacheLayerMixin):
     # The interface of `CacheLayerMixin`.
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: a state needs the queries and position biases of its tokens, see `mix`."""
+        """Not supported: `mix` adds tokens."""
         raise NotImplementedError("an AFTLayerState is updated by `mix`, which also computes the averages")
 
     def get_seq_length(self) -> int:

@@ -123,9 +123,7 @@ class Visibility:
         if self.real.device == torch.device(device):
             return self
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
-        if self.order is not None:
-            moved["order"] = tuple(x.to(device) for x in self.order)
-        return replace(self, **moved)
+        return replace(self, **moved, order=self.order and (self.order[0].to(device), self.order[1].to(device)))
 
     def pairs(self) -> Tensor:
         """Return whether a token sees another one, (B, T, T), before any causal mask."""

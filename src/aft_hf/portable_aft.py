@@ -523,24 +523,25 @@ def causal_state(
     numerator: Tensor,
     denominator: Tensor,
     maximum: Tensor,
+    *,
+    context: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute the operator `causal_state`: (B, T, d), and the tensors of the next state, which it does not change."""
-    heads, window = keys.shape[1:3]
-    (_, length), device = value.shape[:2], value.device
-    count = place = None
+    """Compute the operator `causal_state`: the context, (B, T, d), unless it is given, and the next state."""
+    (heads, window), length, device = keys.shape[1:3], value.shape[1], value.device
+    count, tokens = None, torch.arange(length, device=device)
     key, new_values = by_head(key, value, heads)
-    tokens = torch.arange(length, device=device)
     if first is not None:  # in each row, padding moves behind the real tokens
-        begin = first.amin(1, keepdim=True)
         count = (first <= tokens).sum(1)
-        index = (tokens + begin).clamp_max(length - 1)[:, None, :, None]
+        index = (tokens + first.amin(1, keepdim=True)).clamp_max(length - 1)[:, None, :, None]
         behind = (tokens >= count[:, None])[:, None, :, None]
         key, new_values = hide(key.take_along_dim(index, 2), new_values.take_along_dim(index, 2), behind)
-        place = (tokens - begin).clamp_min(0)[:, None, :, None]
     # The tokens before the window enter as one, whose key is the logarithm of the sum of exp(K + w).
     far = Averages.of(numerator, denominator, maximum)
     far_value, far_key = far.map(lambda x: x.to(key.dtype))
     all_keys, all_values = torch.cat([far_key, keys, key], 2), torch.cat([far_value, values, new_values], 2)
+    state = _next_state(far, all_keys[:, :, 1:], all_values[:, :, 1:], window, count, slopes, hides_outside)
+    if context is not None:
+        return context, state
     past = 1 + window
     if length > PIECE_SIZE:
         longer = bias if bias is None or bias.shape[1] == 1 else nn.functional.pad(bias, (0, 0, 0, 0, past, 0))
@@ -559,9 +560,9 @@ def causal_state(
             table = table.masked_fill(hidden, -math.inf)
         sums = block_sums(all_keys.unsqueeze(3), all_values.unsqueeze(3), table, masked=masked)
         average = sums.average.squeeze(3)
-    if first is not None and place is not None:
+    if first is not None:
+        place = (tokens - first.amin(1, keepdim=True)).clamp_min(0)[:, None, :, None]
         average = average.take_along_dim(place, 2).masked_fill((first > tokens)[:, None, :, None], 0.0)
-    state = _next_state(far, all_keys[:, :, 1:], all_values[:, :, 1:], window, count, slopes, hides_outside)
     return finish(query, average, value.dtype), state
 
 

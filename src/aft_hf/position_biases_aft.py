@@ -6,9 +6,11 @@ table, w between any positions, and w of the window of each token. It holds tens
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -125,19 +127,14 @@ class Dense(PositionBias):
             return self._multiplied(self.query[:, :length, :length])
         return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
 
-    def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor:
-        raise NotImplementedError("w of all positions is not by lag: use `between`")
-
     def spans(self, limit: float) -> bool:
         """Whether two learned w differ by more than `limit`."""
         if self.key is not None:
-            u, v = (
-                torch.linalg.vector_norm(x, dim=-1).amax() for x in (self._multiplied(self.query), widen(self.key))
-            )
+            u, v = (vector_norm(x, dim=-1).amax() for x in (self._multiplied(self.query), widen(self.key)))
             if 2 * u * v <= limit:  # |u . v| is at most |u| |v|
                 return False
         positions = self.query.shape[1]
-        w = self.dense(positions) if self.reach is None else self.by_lag(positions)
+        w: Any = self.dense(positions) if self.reach is None else self.by_lag(positions)
         return bool(w.amax() - w.amin() > limit)
 
     def _multiplied(self, rows: Tensor) -> Tensor:
