@@ -104,7 +104,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
     factors = tensor(1, LENGTH, 64), tensor(1, LENGTH, 64)
     meta = torch.device("meta")
     structures = {
-        "simple": (1, WIDTH, NoBias(1, meta, torch.float32)),
+        "simple": (1, WIDTH, NoBias(1, torch.empty(0, device=meta))),
         "alibi": (HEADS, WIDTH, LinearDecay(tensor(HEADS))),
         "local": (1, WIDTH, Window(*factors, size=32)),
         "local, wide": (1, WIDTH, Window(*factors, size=100)),

@@ -364,6 +364,28 @@ def test_gradients_of_a_text_in_pieces_are_those_of_the_text_in_one(model, padde
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
 
 
+TRANSFORMS = {
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x.sin(),))[1],
+    "vmap": lambda call, x: torch.func.vmap(call)(torch.stack([x, x.sin()])),
+    "gradient": lambda call, x: torch.func.grad(lambda x: call(x).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("trained", (False, True))
+def test_transforms_of_a_call_with_a_cache_are_those_of_one_without(model, transform, trained):
+    model.requires_grad_(trained)
+    x = model.get_input_embeddings()(tokens(2, 12)).detach()
+    transform = TRANSFORMS[transform]
+    expected = transform(lambda x: model(inputs_embeds=x, use_cache=False).logits, x)
+    assert_near(transform(lambda x: model(inputs_embeds=x, use_cache=True).logits, x), expected)
+
+
+def test_a_state_takes_keys_per_head_without_position_biases_and_with_gradients():
+    mixer, x = AFTSimple(16, num_heads=4, causal=True, key_per_head=True), torch.randn(2, 12, 16)
+    assert_near(mixer(x, state=AFTLayerState(0)), mixer(x), 1e-5)
+
+
 @torch.no_grad()
 def test_each_step_of_conv_in_training_samples_its_position_anew():
     torch.manual_seed(0)

@@ -39,6 +39,14 @@ def test_padding_has_no_position_and_sees_nothing():
     assert packed.first.tolist() == [[5, 1, 1, 3, 5]]
 
 
+def test_position_ids_of_padded_rows_as_gpt_2_takes_them_are_one_document():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for position_ids in (mask.cumsum(1) - 1).clamp_min(0), (mask.cumsum(1) - 1).masked_fill(mask == 0, 1):
+        found, expected = seen(mask, length=5, position_ids=position_ids), seen(mask, length=5)
+        assert not found.is_packed and found.first.equal(expected.first)
+        assert all(map(torch.equal, found.order, expected.order))
+
+
 def test_padding_between_tokens_of_a_document_moves_behind_them():
     found = seen(torch.tensor([[0, 1, 0, 1, 1]]), 1, 5)
     order, back = found.order

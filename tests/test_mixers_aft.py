@@ -202,8 +202,8 @@ def test_a_new_aft_conv_begins_as_aft_simple_and_learns_its_kernels_by_scale_and
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_the_reference_sums_in_float32_and_gives_the_dtype_of_its_values(dtype):
     key, value = torch.randn(2, 2, 50, 4).to(dtype)
-    found = reference_mixing(Mixing(key, value, 1, NoBias(1, key.device, torch.float32)))
-    expected = reference_mixing(Mixing(key.float(), value.float(), 1, NoBias(1, key.device, torch.float32)))
+    found = reference_mixing(Mixing(key, value, 1, NoBias(1, key)))
+    expected = reference_mixing(Mixing(key.float(), value.float(), 1, NoBias(1, key)))
     assert found.dtype == dtype and found.equal(expected.to(dtype))
 
 

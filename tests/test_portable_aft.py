@@ -12,6 +12,9 @@ from aft_hf.mixing_aft import Mixing, Visibility, mix
 from aft_hf.position_biases_aft import Dense, GridKernel, LinearDecay, NoBias, Window
 
 
+NO_BIAS = NoBias(1, torch.empty(0))
+
+
 WIDTH, GRID = 6, (9, 8)
 
 
@@ -114,7 +117,7 @@ def test_a_merge_has_the_gradient_of_both_sides_where_their_logarithms_differ_by
     torch.testing.assert_close(merged, sums.detach().softmax(0))
 
 
-@pytest.mark.parametrize("biases", (NoBias(1), LinearDecay(torch.ones(1))), ids=("simple", "alibi"))
+@pytest.mark.parametrize("biases", (NO_BIAS, LinearDecay(torch.ones(1))), ids=("simple", "alibi"))
 def test_two_documents_of_one_token_do_not_see_each_other(biases):
     value, starts = torch.tensor([[[5.0], [7.0]]]), torch.tensor([[True, True]])
     for hostile in (1e4, math.nan):
@@ -129,7 +132,7 @@ def test_two_documents_of_one_token_do_not_see_each_other(biases):
 @pytest.mark.parametrize("length", (1, 3))
 @pytest.mark.parametrize(
     "biases, causal",
-    ((NoBias(1), False), (NoBias(1), True), (LinearDecay(torch.ones(1)), True), (Dense(torch.zeros(1, 3, 3)), True)),
+    ((NO_BIAS, False), (NO_BIAS, True), (LinearDecay(torch.ones(1)), True), (Dense(torch.zeros(1, 3, 3)), True)),
 )
 def test_the_first_token_is_nan_if_its_key_is_nan_and_0_if_it_is_hidden(biases, causal, length):
     value = torch.full((1, length, 1), 3.0)

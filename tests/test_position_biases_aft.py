@@ -28,7 +28,7 @@ def table() -> torch.Tensor:
 
 
 BIASES = {
-    "no bias": lambda: NoBias(HEADS, torch.device("cpu"), torch.float32),
+    "no bias": lambda: NoBias(HEADS, torch.empty(0)),
     "decay": lambda: LinearDecay(torch.tensor([0.5, 0.1])),
     "factors": lambda: Dense(*factors()),
     "table": lambda: Dense(table()),

@@ -28,6 +28,16 @@ def build(name: str) -> AFTForCausalLM:
     return language_model(**(sizes | STATIC_TYPES[name]))
 
 
+@pytest.mark.parametrize("name", ("local", "conv"))
+def test_a_reset_drops_the_graph_of_earlier_tokens(name):
+    model, prompt = build(name), torch.randint(0, 40, (2, 9))
+    cache = model.aft.new_cache(20)
+    for _ in range(2):
+        logits = [model(part, cache=cache).logits for part in prompt.split([8, 1], 1)]
+        torch.cat(logits, 1).sum().backward()
+        cache.reset()
+
+
 @pytest.fixture(params=STATIC_TYPES)
 def model(request) -> AFTForCausalLM:
     torch._dynamo.reset()

@@ -80,7 +80,7 @@ def measure_widths(arm: Widths, smoke: bool) -> dict[str, Any]:
         shape = (1, arm.length, width)
         query, key, value = torch.rand(3, *shape, device="cuda" if ON_GPU else "cpu")
         weight = torch.randn(width, width, device=key.device)
-        bias = NoBias(1, key.device, torch.float32)
+        bias = NoBias(1, key)
 
         def attention(heads: int, *tensors: torch.Tensor) -> torch.Tensor:
             return causal_linear_attention(*(x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in tensors))

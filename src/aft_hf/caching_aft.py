@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, Visibility, mix, uses_operator, window_and_slopes, with_padding, without_padding
+from .mixing_aft import Mixing, Visibility, causal_w, mix, mix_causal, uses_operator, with_padding, without_padding
 from .portable_aft import EMPTY, PIECE_SIZE, by_head, finish, pairwise
 from .portable_aft import causal_state as portable_causal_state
 from .position_biases_aft import working_dtype
@@ -86,7 +86,7 @@ class AFTLayerState(CacheLayerMixin):
             return
         self.history, self.is_empty = None, True
         for tensor in (*self._tensors().values(), self.cumulative_length):
-            tensor.zero_()
+            tensor.detach_().zero_()  # without a graph
         self.keys.fill_(-torch.inf)
         self.maximum.fill_(EMPTY)
 
@@ -128,7 +128,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def mix(self, problem: Mixing, implementation: str = "auto") -> Tensor:
         """Compute Eq. 2, (B, T, d), for new tokens after the cached ones, and add them to the state."""
-        seen, biases, first, count = problem.visibility, problem.biases, None, None
+        seen, first, count = problem.visibility, None, None
         if seen is not None and seen.is_packed:
             raise ValueError("a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
         if not self.is_initialized:
@@ -146,15 +146,15 @@ class AFTLayerState(CacheLayerMixin):
         elif self.window is None:
             context = self._mix_full(problem, count, implementation)
         else:
-            by_operator = uses_operator("causal_state", implementation, self.device)
-            w = window_and_slopes(problem, by_operator, self._position(biases))
-            given = problem.query, problem.key, problem.value, *w, first, biases.hides_outside
-            context = self._mix_constant(given, by_operator)
+            context = self._mix_constant(problem, first, implementation)
         self.count(length, count)
         return with_padding(context, seen, order) if moves and seen is not None else context
 
-    def _mix_constant(self, given: tuple[Any, ...], by_operator: bool) -> Tensor:
-        """Compute and add tokens, given the arguments of the operator `causal`."""
+    def _mix_constant(self, problem: Mixing, first: Tensor | None, implementation: str) -> Tensor:
+        """Compute and add tokens to a state of constant size."""
+        by_operator = uses_operator("causal_state", implementation, self.device)
+        w = causal_w(problem, by_operator, self._position(problem.biases))
+        given: tuple[Any, ...] = problem.query, problem.key, problem.value, *w, first, problem.biases.hides_outside
         state = tuple(getattr(self, name) for name in SUMS_AND_WINDOW)
         # The graph of an earlier step may need the tensors of the state.
         tensors = (*given, *state) if torch.is_grad_enabled() else state
@@ -162,7 +162,7 @@ class AFTLayerState(CacheLayerMixin):
         if by_operator and not needs_gradients:
             return torch.ops.aft_hf_v2.causal_state(*given, *state)
         # The operator `causal` has gradients, unlike `causal_state`.
-        context = torch.ops.aft_hf_v2.causal(*given) if by_operator and self.is_empty else None
+        context = mix_causal(problem, implementation, first) if by_operator and self.is_empty else None
         context, following = portable_causal_state(*given, *state, context=context)
         self.store(**dict(zip(SUMS_AND_WINDOW, following)))
         return context

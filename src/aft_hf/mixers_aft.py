@@ -104,7 +104,7 @@ class AFTMixer(nn.Module):
 
     def train(self, mode: bool = True) -> "AFTMixer":
         super().train(mode)
-        # Loading a model and `eval` call this function, while values can be read: not so in an exported program.
+        # Loading a model and `eval` call this function, while values can be read.
         parameter = next(self.parameters(recurse=False), None)
         plain = type(parameter) is nn.Parameter and parameter.device.type != "meta"
         self.is_wide = not mode and plain and self.spans(LARGEST_SPAN)
@@ -194,7 +194,7 @@ class AFTMixer(nn.Module):
         device_type = query.device.type
         autocasts = device_type != "meta" and torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if autocasts else NO_CONTEXT:
-            # Positional, since the time of a decoding step is mostly the overhead of calls.
+            # Positional, since a decoding step is mostly the overhead of calls.
             given = key, value, self.num_heads, self.biases(query, grid_size), self.causal, queries, visibility
             problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
             if output_attentions:
@@ -310,7 +310,7 @@ class AFTSimple(AFTMixer):
     state_window = 0
 
     def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        return NoBias(self.num_heads, like.device, working_dtype(like))
+        return NoBias(self.num_heads, like)
 
 
 class AFTAlibi(AFTMixer):

@@ -96,12 +96,13 @@ class Visibility:
         begins = (places == 0).expand_as(real) if starts is None else starts | (places == 0)
         before = real.cumsum(1) - real.long()
         position = before - torch.where(begins, before, 0).cummax(1).values
-        first_seen = torch.where(real & (position == 0), places, 0).cummax(1).values
+        leads_document = real & (position == 0)
+        first_seen = torch.where(leads_document, places, 0).cummax(1).values
         holes = real & (places - first_seen != position)
         known = None
         may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
         if may_read and not torch.compiler.is_compiling():
-            facts = unknown, ~real, begins[:, 1:], holes, ~real[:, :1]
+            facts = unknown, ~real, leads_document.sum(1) > 1, holes, ~real[:, :1]
             known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
         if known and known.pop(0):
             raise ValueError(
@@ -183,7 +184,7 @@ def visibility_of(
     if position_ids is not None and starts is not None and boundaries is None and position_ids.device.type == "cpu":
         plain = torch.arange(length, device=position_ids.device)
         wrong = position_ids != plain - torch.where(starts, plain, 0).cummax(1).values
-        if visibility is not None:  # they may leave out padding, whose own positions are ignored
+        if visibility is not None:  # they may leave out padding
             wrong &= visibility.real & (position_ids != visibility.position)
         if read(wrong.any()):
             raise ValueError(
@@ -298,7 +299,7 @@ def uses_operator(name: str, implementation: str, device: torch.device) -> bool:
     return implementation == "auto" and not torch.compiler.is_exporting() and provides(name, device.type)
 
 
-def window_and_slopes(problem: Mixing, by_operator: bool, start: int | Tensor = 0) -> tuple[Tensor | None, ...]:
+def causal_w(problem: Mixing, by_operator: bool, start: int | Tensor = 0) -> tuple[Tensor | None, ...]:
     """Return w as the causal operators take it; the first token has position `start`."""
     biases, length, dtype = problem.biases, problem.value.shape[1], working_dtype(problem.value)
     if by_operator and isinstance(biases, Window) and biases.key is not None:
@@ -378,7 +379,7 @@ def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start
     """
     query, key, value = problem.query, problem.key, problem.value
     by_operator = uses_operator("causal", implementation, value.device)
-    window, slopes = window_and_slopes(problem, by_operator, start)
+    window, slopes = causal_w(problem, by_operator, start)
     if window is None and key.shape != value.shape:  # without a window, keys are per feature
         key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
     run = torch.ops.aft_hf_v2.causal if by_operator else portable_causal
@@ -415,8 +416,10 @@ def without_padding(problem: Mixing) -> tuple[Mixing, tuple[Tensor, Tensor] | No
     depends on their order. Return the problem and the order for `with_padding`.
     """
     seen: Any = problem.visibility
-    key, value = hide(problem.key, problem.value, ~seen.real.unsqueeze(-1))
-    query, order = problem.query, seen.order if problem.biases.ordered or problem.causal else None
+    hidden, query = ~seen.real.unsqueeze(-1), problem.query
+    key, value = hide(problem.key, problem.value, hidden)
+    query = query if query is None else query.masked_fill(hidden, 0.0)
+    order = seen.order if problem.biases.ordered or problem.causal else None
     if order is not None:
         key, value = _moved(key, order[0]), _moved(value, order[0])
         query = query if query is None else _moved(query, order[0])

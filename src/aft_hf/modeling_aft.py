@@ -45,8 +45,7 @@ from .mixing_aft import PACKING_INPUTS, Visibility, visibility_of
 
 logger = logging.get_logger(__name__)
 
-# The minor releases of transformers on which the models are tested. They are checked here since the requirements of a
-# package do not reach remote code.
+# The minor releases of transformers on which models are tested. Requirements of a package do not reach remote code.
 OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (5, 24), (5, 24)
 
 
@@ -218,7 +217,7 @@ class AFTLayer(GradientCheckpointingLayer):
         return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
 
     def _add(self, hidden_states: Tensor, branch: Tensor) -> Tensor:
-        # Modules without effect are not called: the time of a decoding step is mostly the overhead of calls.
+        # A decoding step is mostly the overhead of calls, so modules without effect are not called.
         if self.dropout.training or self.drop_path.training:
             # `Dropout1d` drops whole rows of (B, T d).
             branch = self.drop_path(self.dropout(branch).flatten(1)).view_as(branch)
@@ -331,11 +330,7 @@ class AFTModel(AFTPreTrainedModel):
     ) -> BaseModelOutputWithPooling:
         hidden_states, grid_size = self.embeddings(pixel_values)
         kwargs["grid_size"] = grid_size
-        if (
-            attention_mask is not None
-            and attention_mask.dim() == 2
-            and attention_mask.shape == hidden_states.shape[:2]
-        ):
+        if attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]:
             attention_mask, kwargs["visibility"] = None, Visibility.of(attention_mask)
         for layer in self.layers:  # not in a function, whose caller would keep the embeddings in memory
             hidden_states = layer(hidden_states, attention_mask, **kwargs)
@@ -390,8 +385,7 @@ class AFTModel(AFTPreTrainedModel):
             if input_ids.device.type == "cpu" and not is_torchdynamo_compiling() and input_ids.numel() > 0:
                 lowest, highest = map(int, input_ids.aminmax())
                 if lowest < 0 or highest >= size:
-                    given = f"{lowest} .. {highest}"
-                    raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size={size}), got {given}")
+                    raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size), got {lowest} .. {highest}")
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         embedded = cast(Tensor, inputs_embeds)
         if embedded.shape[1] == 0:

@@ -2,7 +2,7 @@
 
 The functions at the end have the arguments of the operators of an installed aft-hf, which compute the same faster.
 Everything can be traced, exported and differentiated any number of times and in every mode: control flow depends on
-values only where the host can read them without waiting, to choose a faster way to the same result.
+values only where the host can read them without waiting.
 
 `Averages` holds Eq. 2 over some positions with the logarithm of its denominator, by which parts are merged. No
 exponential can overflow, and none that matters can underflow. A query is never shifted by a key that it does not see,
@@ -41,6 +41,8 @@ def read(x: Tensor) -> Any:
         return None
     try:
         values = x.tolist()
+    except torch.AcceleratorError:
+        raise
     except RuntimeError:  # under vmap, or for a tensor without data
         return None
     return None if isinstance(values, torch.types.py_sym_types) else values
@@ -68,7 +70,7 @@ def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
 # The logarithm of a sum over nothing. It is finite, so that the difference of two is finite.
 EMPTY = -1e30
 
-# exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers and their products.
+# exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers.
 # This and the next two limits are for float32; those of float64 are `FARTHER` times as large.
 FLOOR = -82.0
 
@@ -411,6 +413,8 @@ def causal(
 ) -> Tensor:
     """Compute the operator `causal`: (B, T, d)."""
     given = by_head(key, value, num_heads(bias, slopes))
+    if first is not None and query is not None:  # which may be NaN in padding
+        query = query.masked_fill((first > torch.arange(key.shape[1], device=key.device))[..., None], 0.0)
     return finish(query, causal_averages(*given, bias, slopes, first, hides_outside).average, value.dtype)
 
 

@@ -83,12 +83,11 @@ class NoBias(PositionBias):
     reach = 0
 
     num_heads: int
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  # not mutable
-    dtype: torch.dtype = torch.float32
+    like: Tensor  # on the device of w
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        lags = queries[..., :, None] - keys[..., None, :]
-        return lags.new_zeros(lags.shape, dtype=self.dtype).unsqueeze(-3).repeat_interleave(self.num_heads, -3)
+        zeros = torch.zeros_like(queries[..., :, None] - keys[..., None, :], dtype=working_dtype(self.like))
+        return zeros.unsqueeze(-3).repeat_interleave(self.num_heads, -3)
 
 
 @dataclass(frozen=True, eq=False)

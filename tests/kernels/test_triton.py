@@ -203,6 +203,9 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 
 OF_THE_CONTRACT = [
     ("nan_in_one_row_does_not_reach_another", "local causal"),
+    ("padding_of_any_size_reaches_no_real_token", "local causal", "left"),
+    slow(("padding_of_any_size_reaches_no_real_token", "simple causal", "left")),
+    slow(("padding_of_any_size_reaches_no_real_token", "conv causal", "right")),
     ("the_output_may_be_changed_in_place", "local causal"),
     slow(("inputs_and_gradients_need_not_be_contiguous", "local causal")),
     ("changing_an_input_before_the_backward_pass_is_an_error", "local causal"),

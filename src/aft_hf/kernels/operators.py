@@ -184,6 +184,14 @@ def _autograd(name: str, keys: Any, *arguments: Any) -> Any:
         return OPERATORS[name](*arguments)
 
 
+def _autograd_of_state(*arguments: Any) -> torch.Tensor:
+    """Compute `causal_state`, in transforms and forward-mode differentiation by the portable form."""
+    if not _is_for_kernels(arguments):
+        return portable_state(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aft_hf_v2.causal_state.default(*arguments)
+
+
 def _takes(name: str, arguments: Sequence[Any]) -> bool:
     """Whether kernels take the dtypes and the gate of a problem."""
     query, key, third, *others = arguments
@@ -456,6 +464,8 @@ def _register_all() -> None:
         LIBRARY.impl(name, partial(_autograd, name), "Autograd", with_keyset=True)
         torch.library.register_vmap(f"{NAMESPACE}::{name}", partial(_vmap, name), lib=LIBRARY)
     _register("causal_state", f"{ARGUMENTS['causal']}, {STATE}", "Tensor", _state, _new_output)
+    LIBRARY.impl("causal_state", _autograd_of_state, "Autograd")
+    LIBRARY.impl("causal_state", portable_state, "FuncTorchBatched")
     LIBRARY.define("provides(str name, str device_type) -> bool")
     LIBRARY.impl("provides", _provides, "CompositeExplicitAutograd")
 
