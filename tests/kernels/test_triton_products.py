@@ -106,12 +106,14 @@ GRIDS = {
     "positions outside in sums": (FP32, 2, (21, 12), 4, 1, (3, 5), True, False),
     "positions outside in sums, bfloat16": (BF16, 2, (21, 12), 4, 1, (3, 5), True, False),
     "a sequence": (FP32, 1, (1, 230), 4, 1, (1, 5), True, False),
+    "a sequence, outside hidden": (FP32, 1, (1, 230), 4, 1, (1, 5), True, True),
+    "a long grid, outside hidden": (BF16, 2, (21, 12), 4, 1, (3, 5), True, True),
     "a head in several parts": (FP32, 1, (2, 3), 64, 1, (3, 3), True, False),
     "more than one tile of columns": (FP32, 9, (2, 3), 15, 1, (3, 3), True, False),
 }
 
 
-@pytest.mark.parametrize("name", some_slow(GRIDS, "a key per head", "outside hidden", "one position"))
+@pytest.mark.parametrize("name", some_slow(GRIDS, "a key per head", "a sequence, outside hidden", "one position"))
 def test_grids_equal_eq_2(name):
     dtype, batch, size, width, heads, kernel, per_head, hides = GRIDS[name]
     gated = name != "outside hidden"
@@ -203,12 +205,14 @@ def test_hidden_tokens_reach_nothing(case, size):
 
 @pytest.mark.slow
 def test_a_query_that_sees_nothing_gives_0_and_finite_gradients():
-    gradient, given = inputs(FP32, 2, 12, 4, 2, (3, 3), per_head=True)
-    given[1][0] = -math.inf
-    given[1][1, :8] = -math.inf
-    for hides in (True, False):
-        found, _ = assert_equal_to_eq_2("grid", gradient, given, 3, 4, hides)
-        assert found[0][0].eq(0).all() and found[0][1, :4].eq(0).all() == hides
+    for rows, columns, kernel in ((3, 4, (3, 3)), (1, 210, (1, 3))):
+        size = rows * columns
+        gradient, given = inputs(FP32, 2, size, 4, 2, kernel, per_head=True)
+        given[1][0] = -math.inf
+        given[1][1, : size - 4] = -math.inf
+        for hides in (True, False):
+            found, _ = assert_equal_to_eq_2("grid", gradient, given, rows, columns, hides)
+            assert found[0][0].eq(0).all() and found[0][1, :4].eq(0).all() == hides
 
 
 @pytest.mark.parametrize("case", ("grid", pytest.param("heads of one feature", marks=pytest.mark.slow), "table"))
