@@ -26,7 +26,7 @@ from .claims import Claim, Comparison
 LEVEL = 0.05
 SEEDS, LEAST_SEEDS = 5, 3
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not decided"
-NOT_RUN = "not confirmed"  # or with too few seeds
+NOT_RUN = "incomplete"  # without runs, or with too few seeds
 EXACT = ("parameters", "bias_parameters", "memory_ratio")
 TIMED = "speed_ratio"
 

@@ -33,14 +33,14 @@ better), images in accuracy.
 t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p, of a t test against 0 or the margin that a
 claim allows, is adjusted by Holm over the comparisons of a claim (controls apart); intervals are not adjusted. A
 comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one that fails sinks
-it. Controls are ours and decide nothing. Parameters and memory (peak of a call, without weights) are exact;
+it; one without three seeds leaves it *incomplete*. Controls are ours and decide nothing. Parameters and memory (peak of a call, without weights) are exact;
 speeds, measured beside other processes, have a sign test over nine turns. Intervals, first learning rates and seeds
 were fixed before the confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the
 sampling error of the test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
-another seed. The grid grows until the best rate is inside; ‡ marks numbers whose rate is not: {{edges}}.
-Earlier runs in the appendix (a quarter of the steps, four times the batch, one rate) decide nothing.
+another seed. For {{edges}} (‡), the best rate is still at the edge of the grid, so their numbers may improve.
+Earlier runs in the appendix (a quarter of the steps) decide nothing.
 
 ```bash
 nice python -m scripts.reproduction all --hours 10 \\
@@ -108,7 +108,7 @@ def counted(records: Records) -> str:
         HOLDS: ("holds", "hold"),
         FAILS: ("does not hold at this size", "do not hold at this size"),
         UNDECIDED: ("is not decided", "are not decided"),
-        NOT_RUN: ("is not confirmed", "are not confirmed"),
+        NOT_RUN: ("is incomplete", "are incomplete"),
     }
     said = [f"{n} {word[n > 1]}" for verdict, word in words.items() if (n := verdicts[verdict])]
     return f"Of {len(CLAIMS)} claims, {' and '.join([', '.join(said[:-1]), said[-1]])}."

@@ -213,6 +213,8 @@ def test_a_query_that_sees_nothing_gives_0_and_finite_gradients():
         for hides in (True, False):
             found, _ = assert_equal_to_eq_2("grid", gradient, given, rows, columns, hides)
             assert found[0][0].eq(0).all() and found[0][1, :4].eq(0).all() == hides
+    given[1][1, ::2] = 0.0  # queries between keys, which see nothing but themselves
+    assert_equal_to_eq_2("grid", gradient, [*given[:3], given[3][..., 1:2]], 1, 210, True)
 
 
 @pytest.mark.parametrize("case", ("grid", pytest.param("heads of one feature", marks=pytest.mark.slow), "table"))

@@ -44,7 +44,7 @@ def test_the_tables_have_the_papers_numbers_beside_ours_intervals_and_verdicts(r
     cells = "0.808/0.794 | 0.510/0.410‡ | 0.70 | 3 | +0.100<br>[+0.100, +0.100] | 1.5e-31 | holds |"
     assert re.search(re.escape(cells).replace(re.escape("1.5e-31"), r"\S+"), page)
     assert "![Claim 10](images/claim-10.svg)" in page and "0.004 accuracy" in page
-    assert page.count("**not confirmed** |") == len(CLAIMS) - 1
+    assert page.count("**incomplete** |") == len(CLAIMS) - 1
 
 
 def test_earlier_runs_decide_nothing_and_are_in_the_appendix(records):
@@ -77,7 +77,7 @@ def test_a_control_is_beside_the_verdict_and_not_in_it():
 
 
 def test_the_counts_are_those_of_the_claims_of_the_paper(records):
-    assert counted(records) == f"Of {len(CLAIMS)} claims, 1 holds and {len(CLAIMS) - 1} are not confirmed."
+    assert counted(records) == f"Of {len(CLAIMS)} claims, 1 holds and {len(CLAIMS) - 1} are incomplete."
 
 
 def test_associative_recall_and_longer_texts_have_tables():

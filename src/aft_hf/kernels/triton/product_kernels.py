@@ -237,12 +237,12 @@ def query_operand_kernel(
     place = (b * vb + feature * vf) + t * vt
     x = tl.load(g_ptr + place, inside, 0.0).to(tl.float32)
     c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32)
+    log_den = tl.load(l_ptr + (b * kb + key * kf) + t * kt, exists & (t < T), float("inf"))
     if GATED:
         gate = tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
         x *= gate
-        average = c + tl.load(center_ptr + b * D + feature, is_feature, 0.0)
+        average = tl.where(log_den < float("inf"), c + tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
         tl.store(dq_ptr + place, (x * average * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
-    log_den = tl.load(l_ptr + (b * kb + key * kf) + t * kt, exists & (t < T), float("inf"))
     x = tl.where(log_den < float("inf"), x * tl.exp(-log_den), 0.0)
     z = tl.sum(x * c, 2)[:, :, None]
     # A sum that is not finite has a term that is not
