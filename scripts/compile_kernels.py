@@ -41,7 +41,8 @@ from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay
 
 
 # Bytes of shared memory that one program can use, by compute capability.
-SHARED_MEMORY = {75: 64 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227}
+SHARED_MEMORY = {architecture: 1024 * size for architecture, size in KIB.items()}
 
 TYPES = {
     torch.float32: "*fp32",
@@ -128,6 +129,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "image, full": (1, WIDTH, Dense(*factors)),
         "image, conv": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID)),
         "image, conv of 1 feature": (WIDTH, WIDTH, GridKernel(tensor(WIDTH, 11, 11), GRID)),
+        "image, conv, window alone": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID, True)),
         "image, conv, large": (HEADS, HEADS, GridKernel(tensor(HEADS, 25, 25), (64, 64))),
     }
     for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
@@ -295,7 +297,7 @@ def main() -> int:
 
     variants: dict[tuple[int, Variant], str] = {}  # with the first problem that needs it
     for sm in arguments.architectures:
-        options.card = lambda x, sm=sm: f"sm_{sm}"
+        options.card = lambda x, sm=sm: f"sm_{100 if sm // 10 == 10 else sm}"
         for name, problem in problems():
             for variant in launched(problem):
                 if re.search(arguments.only, f"{name} {variant.kernel}"):

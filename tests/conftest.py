@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def forks_for_spawned_processes(monkeypatch) -> None:
     get_context = multiprocessing.get_context
     forks = {"spawn": CONTEXT}
     monkeypatch.setattr(multiprocessing, "get_context", lambda name=None: forks.get(name) or get_context(name))
+
+
+@pytest.fixture
+def without_limits(monkeypatch) -> None:
+    """Read untrusted files without limits of memory and time, as on macOS: a fork of this process takes 0.1 s."""
+    monkeypatch.setattr("aft_hf.limits.sys", SimpleNamespace(platform="other"))
 
 
 @pytest.fixture(scope="module")

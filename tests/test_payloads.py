@@ -29,7 +29,7 @@ from aft_hf.publishing import publish
 from tests.runs import Payload, saved_payload
 
 
-pytestmark = pytest.mark.usefixtures("datasets_cache")
+pytestmark = pytest.mark.usefixtures("datasets_cache", "without_limits")
 
 
 @pytest.fixture(scope="module")

@@ -318,6 +318,17 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
     assert sum("do not work on" in x.message for x in caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("message", "raised"),
+    (("out of memory", torch.OutOfMemoryError), ("operation not permitted when stream is capturing", RuntimeError)),
+)
+def test_errors_that_are_not_of_the_kernel_are_raised_and_do_not_turn_it_off(message, raised, monkeypatch):
+    failing = Mock(side_effect=RuntimeError(f"Triton Error [CUDA]: {message}"))
+    monkeypatch.setattr(operators.launches("causal"), "causal", failing)
+    with pytest.raises(raised, match=message):
+        torch.ops.aft_hf_v2.causal(*of_operator("causal"))
+
+
 @pytest.mark.parametrize("name", ("causal", "grid", "table"))
 def test_kernels_run_on_the_device_of_their_tensors(name, monkeypatch):
     """Triton launches on the current device, which in a model on several GPUs is another one."""

@@ -63,10 +63,10 @@ def test_runs_that_chose_a_learning_rate_are_not_counted_as_confirmed(records):
 def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):
     page = render(records, "images")
     row = next(line for line in page.splitlines() if line.startswith("| 10 | kernel 7 |"))
-    assert "numbers whose rate is not: 1 of 2 arms" in page and re.search(r"\d/[\d.]+‡ ", row)
+    assert "For 1 of 2 arms (‡), the best rate" in page and re.search(r"\d/[\d.]+‡ ", row)
     inside = [x | {"arm": x["arm"].replace("conv-7@", "conv-7-naive@")} for x in records.all() if "@" in x["arm"]]
     page = render(Records([*records.all(), *inside]), "images")
-    assert "numbers whose rate is not: 0 of 2 arms" in page and page.count("‡") == 1
+    assert "For 0 of 2 arms (‡), the best rate" in page and page.count("‡") == 1
 
 
 def test_a_control_is_beside_the_verdict_and_not_in_it():

@@ -27,7 +27,7 @@ from aft_hf.running.ownership import RUN, owned
 from aft_hf.tuning import fine_tuning
 
 
-pytestmark = pytest.mark.usefixtures("datasets_cache")
+pytestmark = pytest.mark.usefixtures("datasets_cache", "without_limits")
 
 IMAGE_MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 3, "image_size": 8}
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--save_strategy", "no", "--use_cpu", "true"]

@@ -61,6 +61,11 @@ def _run(name: str, like: torch.Tensor, launch: Callable[[Any], Result], otherwi
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # of any kind: of Triton, LLVM, the assembler, or the C compiler of a launcher
+            # Triton raises errors of CUDA that have nothing to do with the kernel as RuntimeError.
+            if "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            if "captur" in str(error):  # of a CUDA graph
+                raise
             FAILED.add(problem)
             logger.warning(
                 f"the Triton kernels for {name} in {like.dtype} do not work on {like.device}, so PyTorch operations "

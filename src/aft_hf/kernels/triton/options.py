@@ -103,8 +103,9 @@ if torch.version.hip is not None:  # Triton does not know maxnreg on AMD GPUs
 
 
 def card(x: torch.Tensor) -> str:
-    """Return the compute capability of the GPU of a tensor."""
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(x.device)) if x.is_cuda else ""
+    """Return the compute capability of the GPU of a tensor; sm_100 for all data center GPUs of that generation."""
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+    return f"sm_{major}{0 if major == 10 else minor}"
 
 
 def options(kernel: str, x: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, Any]:

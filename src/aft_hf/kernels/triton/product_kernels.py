@@ -314,8 +314,8 @@ def average_kernel(
     B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    HIDDEN: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HIDDEN: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the averages of a block of queries, times sigmoid(query) if GATED; with KEEP, also store them as offsets
     from `center`, and the log-denominators relative to the largest key and the largest w.
@@ -410,7 +410,8 @@ def key_gradient_kernel(
     sum_ptr, flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    HIDDEN: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    HIDDEN: tl.constexpr, GATED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; that of the keys for each unit, (B, T, h PARTS)."""
     blocks, head = tl.cdiv(T, BM), tl.program_id(1)
