@@ -30,6 +30,9 @@ from aft_hf.running.ownership import RUN, join_processes, owned
 from aft_hf.running.steps import StopSignal
 
 
+pytestmark = pytest.mark.usefixtures("without_limits")
+
+
 CHECKPOINTS = ".out-distillation"
 
 

@@ -10,6 +10,9 @@ from aft_hf import AFTForImageClassification
 from aft_hf.conversion import REPORT_NAME, ConversionError, save_converted, verify_conversion
 
 
+pytestmark = pytest.mark.usefixtures("without_limits")
+
+
 @pytest.fixture
 def converted(vit, tmp_path):
     save_converted(vit, tmp_path / "aft", **OPTIONS)

@@ -14,6 +14,9 @@ from aft_hf.conversion import REPORT_NAME, ConversionError, ConversionReport, sa
 from aft_hf.publishing import build_card
 
 
+pytestmark = pytest.mark.usefixtures("without_limits")
+
+
 def test_a_report_accounts_for_every_tensor_and_is_refused_if_it_does_not(tmp_path):
     tensors = save_pth(tmp_path / "deit.pth", distilled=True, layer_scale="ls{}.gamma")
     model, report = convert_deit(tmp_path / "deit.pth", **OPTIONS, **TIMM)

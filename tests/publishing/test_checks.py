@@ -14,6 +14,9 @@ from aft_hf.publishing import PublishError, find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
 
+pytestmark = pytest.mark.usefixtures("without_limits")
+
+
 TOKEN = "hf_" + "A1b2C3d4E5" * 3 + "F6g7"
 
 

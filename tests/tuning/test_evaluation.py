@@ -21,6 +21,9 @@ from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
 from aft_hf.tuning.evaluation import evaluate_classifier, evaluate_language_model, logger
 
 
+pytestmark = pytest.mark.usefixtures("without_limits")
+
+
 CLASSES = 7
 SIZES = {"hidden_size": 12, "num_hidden_layers": 1, "num_heads": 2, "kernel_size": 3}
 SIZES |= {"image_size": 16, "patch_size": 4}
