@@ -237,12 +237,14 @@ def query_operand_kernel(
     place = (b * vb + feature * vf) + t * vt
     x = tl.load(g_ptr + place, inside, 0.0).to(tl.float32)
     c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32)
-    log_den = tl.load(l_ptr + (b * kb + key * kf) + t * kt, exists & (t < T), float("inf"))
+    l_ptrs, has_query = l_ptr + (b * kb + key * kf) + t * kt, exists & (t < T)
     if GATED:
         gate = tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
         x *= gate
-        average = tl.where(log_den < float("inf"), c + tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
+        sees = tl.load(l_ptrs, has_query, float("inf")) < float("inf")  # read again below, which saves registers
+        average = tl.where(sees, c + tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
         tl.store(dq_ptr + place, (x * average * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
+    log_den = tl.load(l_ptrs, has_query, float("inf"))
     x = tl.where(log_den < float("inf"), x * tl.exp(-log_den), 0.0)
     z = tl.sum(x * c, 2)[:, :, None]
     # A sum that is not finite has a term that is not
@@ -420,8 +422,8 @@ def key_gradient_kernel(
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
             _add_pairwise_to_keys(
                 g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr,
-                start, tile, head, B, T, D, KD, S, reach, vb, vt, vf, kb, kt, kf,
-                HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, HIDDEN, GATED)  # fmt: skip
+                start, tile, head, B, T, D, KD, S, vb, vt, vf, kb, kt, kf,
+                HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, GATED)  # fmt: skip
     else:
         acc = _product(e_ptr, z_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
                        GRID, CAUSAL, FAR, HIDDEN, True, BM, BN, BK, PRECISION)  # fmt: skip
@@ -464,10 +466,9 @@ def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, vb, vt,
 @triton.jit
 def _add_pairwise_to_keys(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, dk_ptr, dv_ptr, start, tile,
-    head, B, T, D, KD, S, reach, vb, vt, vf, kb, kt, kf,
+    head, B, T, D, KD, S, vb, vt, vf, kb, kt, kf,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
-    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, HIDDEN: tl.constexpr,
-    GATED: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of CAREFUL keys and values query by query."""
     b, part, key, f, exists, is_feature, _ = _units(
@@ -479,11 +480,7 @@ def _add_pairwise_to_keys(
     v -= tl.load(center_ptr + b * D + f, is_feature, 0.0)
     dv = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
     dk = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
-    begin, end = 0, T
-    if HIDDEN:  # outside the range of the kernel
-        begin = tl.maximum(start - reach, 0)
-        end = tl.minimum(start + reach + CAREFUL, T)
-    for t in range(begin, end):
+    for t in range(0, T):
         w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
         g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature,
                                vb, vt, vf, kb, kt, kf, GATED)  # fmt: skip
