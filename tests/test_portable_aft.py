@@ -13,8 +13,6 @@ from aft_hf.position_biases_aft import Dense, GridKernel, LinearDecay, NoBias, W
 
 
 NO_BIAS = NoBias(1, torch.empty(0))
-
-
 WIDTH, GRID = 6, (9, 8)
 
 

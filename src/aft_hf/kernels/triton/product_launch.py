@@ -93,13 +93,11 @@ class _Problem:
         self.tiles = -(-self.batch * self.parts * unit // block)
         depth = max(ROWS, self.options["BM"], self.weight_options["BM"])
         self.padded = -(-self.length // depth) * depth
-        long = grid is not None and 2 * grid.reach + 3 * ROWS <= self.length
-        hidden = grid is not None and grid.hides_outside
+        far = grid is not None and not grid.hides_outside and 2 * grid.reach + 3 * ROWS <= self.length
         self.columns = {"HEAD": features, "PARTS": self.parts, "PART": part, "KEY_PER_HEAD": per_head, "WIDTH": unit}
         self.columns["LARGE"] = value.numel() >= 2**31
         self.structure = {"GRID": grid is not None, "CAUSAL": causal}
-        self.far, self.hidden = {"FAR": long and not hidden}, {"HIDDEN": hidden}
-        self.offsets = 1 if grid is None else grid.offsets
+        self.far, self.offsets = {"FAR": far}, 1 if grid is None else grid.offsets
         self.key_width, self.count = key_width, self.tiles * block
         # Rows of the batch are the only features of the product of a head of one feature, so they are made contiguous
         self.transposed = features == 1
@@ -148,7 +146,8 @@ class _Problem:
         """Launch a kernel for each block of positions, tile of columns and head."""
         programs = (-(-self.length // self.options["BM"]) * self.tiles, self.heads)
         reach = 0 if self.grid is None else self.grid.reach
-        constants |= self.columns | self.structure | self.far | self.hidden | self.options
+        constants |= self.columns | self.structure | self.far | self.options
+        constants["HIDDEN"] = self.grid is not None and self.grid.hides_outside
         constants["UNITS"] = self.options["BN"] // self.columns["WIDTH"]
         kernel[programs](*tensors, *self.sizes, self.offsets, reach, **constants)
 
