@@ -207,6 +207,9 @@ TRAININGS: dict[str, Training] = {
     "characters-lags-t512": _characters(AFT | LAGS, {"data.seq_len": 512, "global_batch_size": 4}),
     "lengths-aft-alibi": _characters(AFT | ALIBI | SHALLOW, LENGTHS, "lengths"),
     "lengths-aft-conv": _characters(AFT | LAGS | SHALLOW, LENGTHS, "lengths"),
+    "lengths-aft-conv-and-alibi": _characters(
+        AFT | LAGS | SHALLOW | {"aft_type": ["conv", "alibi"] * 2}, LENGTHS, "lengths"
+    ),
     "lengths-attention": _characters(BLOOM | SHALLOW, LENGTHS, "lengths"),
     "pixels": _pixels(PIXELS_LOCAL),
     "pixels-transformer": _pixels(GPT2),

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scipy.stats import binomtest
-from scipy.stats import t as student
+from scipy.stats import quantile_test, ttest_1samp
 
 from .arms import ARMS, RATES
 from .claims import Claim, Comparison
@@ -107,13 +106,12 @@ class Records:
         if comparison.metric in EXACT:
             return replace(found, low=found.difference, high=found.difference, p=0.0)
         if comparison.metric == TIMED:
-            turns = self.of(comparison.ours[0], confirmed=confirmed)[0]["metrics"].get("speed_turns", [])
-            low, high, p = median_interval([ratio - means[1] for ratio in turns])
-            return replace(found, low=low, high=high, p=p)
+            turns = self.of(comparison.ours[0], confirmed=confirmed)[0]["metrics"].get("speed_turns")
+            return found if turns is None else _with(found, quantile_test([ratio - means[1] for ratio in turns]))
         if len(pairs) < LEAST_SEEDS:
             return found
-        low, high = interval(differences)
-        return replace(found, low=low, high=high, p=t_test([each + side for each in differences]))
+        p = float(ttest_1samp([each + side for each in differences], 0).pvalue)
+        return replace(_with(found, ttest_1samp(differences, 0)), p=1.0 if math.isnan(p) else p)  # all of them are 0
 
     def _values(self, side: tuple[str, str], confirmed: bool) -> dict[int, float]:
         arm, metric = side
@@ -126,36 +124,14 @@ class Records:
         return next((x for x in (FAILS, NOT_RUN, UNDECIDED) if x in verdicts), HOLDS)
 
 
+def _with(found: Judgement, test: Any) -> Judgement:
+    """Add the interval and p of a test of scipy. Fewer than six turns have no interval of 95 %."""
+    low, high = map(float, test.confidence_interval(1 - LEVEL))
+    return replace(found, low=low, high=high, p=float(test.pvalue))
+
+
 def _verdict(comparison: Comparison, found: Judgement) -> str:
     if math.isnan(found.low):
         return NOT_RUN
     good = (found.difference if comparison.higher else -found.difference) + comparison.margin
     return UNDECIDED if found.p > LEVEL or good == 0 else HOLDS if good > 0 else FAILS
-
-
-def interval(differences: list[float]) -> tuple[float, float]:
-    """The interval of the mean of paired differences by Student's t."""
-    count, mean = len(differences), statistics.fmean(differences)
-    half = float(student.ppf(1 - LEVEL / 2, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
-    return mean - half, mean + half
-
-
-def t_test(differences: list[float]) -> float:
-    """p of the mean of paired differences being 0, two-sided."""
-    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-    if error == 0:
-        return float(mean == 0)
-    return float(2 * student.sf(abs(mean) / error, len(differences) - 1))
-
-
-def median_interval(differences: list[float]) -> tuple[float, float, float]:
-    """The interval of a median by order statistics, and p of the median being 0 by the sign test.
-
-    The first to the last of 9 turns cover the median with 99.6 %, the second to the eighth with 96.1 %. Fewer than six
-    turns have no interval of 95 %.
-    """
-    ordered, count = sorted(differences), len(differences)
-    outer = max((k for k in range((count + 1) // 2) if binomtest(k, count).pvalue <= LEVEL), default=None)
-    if outer is None:
-        return math.nan, math.nan, 1.0
-    return ordered[outer], ordered[-1 - outer], binomtest(sum(x > 0 for x in ordered), count).pvalue

@@ -15,6 +15,9 @@ from scripts.reproduction.page import _sides, counted, render, write_page
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
+# scipy warns of differences that are equal, which made-up numbers are.
+pytestmark = pytest.mark.filterwarnings("ignore:Precision loss")
+
 
 def runs(arm, *tests, identity="known", rate=1e-3, **metrics):
     """A record for each seed."""
