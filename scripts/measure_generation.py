@@ -52,7 +52,7 @@ def cache_bytes(cache: Any) -> int:
 def table(records: list[dict[str, Any]]) -> str:
     """The table in Markdown."""
     found = {(x["model"], x["context"]): x["bytes"] for x in records}
-    columns = [f"{what}, MiB, after {n:,}" for what in ("cache", "weights") for n in CONTEXTS]
+    columns = [f"{what}, MiB, {n:,} tokens" for what in ("cache", "weights") for n in CONTEXTS]
     lines = [f"| model | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     for name in dict.fromkeys(x["model"] for x in records):
         cells = [f"{found[name, n]['cache'] / MIB:.2f}" for n in CONTEXTS]
