@@ -431,6 +431,16 @@ def test_a_step_without_gradients_ends_the_graph_of_the_steps_before_it(first):
         before.sum().backward()  # what the first step kept is unchanged
 
 
+@pytest.mark.parametrize("name", ("simple", "alibi", "local", "conv"))
+def test_a_cache_with_gradients_takes_tokens_in_inference_mode_and_then_outside_of_it(name):
+    model, ids = build(name, mixing_implementation="portable"), tokens(2, 9)
+    cache = model(ids[:, :3], use_cache=True).cache
+    with torch.inference_mode():
+        model(ids[:, 3:6], cache=cache)
+    with torch.no_grad():
+        assert_near(model(ids[:, 6:], cache=cache).logits, model(ids).logits[:, 6:])
+
+
 @pytest.mark.parametrize("name", ("local", "all portable"))
 @pytest.mark.parametrize(
     "change",

@@ -218,6 +218,17 @@ def test_gradient_checkpointing_gives_equal_gradients(config):
     assert len(runs) == 3  # recomputed in the backward pass
 
 
+def test_gradient_checkpointing_takes_no_cache_in_training():
+    model = build(tiny_config("text", "alibi"))
+    ids = inputs_of(model.config)["input_ids"]
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).cache
+    model.gradient_checkpointing_enable()
+    model(ids, cache=cache)
+    with pytest.raises(ValueError, match="gradient checkpointing takes no cache"):
+        model.train()(ids, cache=cache)
+
+
 # --------------------------------------------------------------------------------------------------- dropout and depth
 
 

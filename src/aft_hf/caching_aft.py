@@ -23,6 +23,11 @@ from .position_biases_aft import working_dtype
 SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 
+def _no_inference_tensors() -> Any:
+    """Context for new tensors of a state: inference tensors cannot be updated later."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+
+
 class AFTLayerState(CacheLayerMixin):
     """The cached state of one layer. The batch is the first dimension of all tensors, which are updated in place.
 
@@ -72,7 +77,7 @@ class AFTLayerState(CacheLayerMixin):
     def __copy__(self) -> "AFTLayerState":
         # With its own tensors, since new tokens update them in place outside of inference mode, too.
         other = type(self).__new__(type(self))
-        with torch.inference_mode(False):
+        with _no_inference_tensors():
             vars(other).update({name: x.clone() if torch.is_tensor(x) else x for name, x in vars(self).items()})
         return other
 
@@ -96,9 +101,7 @@ class AFTLayerState(CacheLayerMixin):
         shape, width = (batch, heads, self.window or 0), value_states.shape[-1]
         dtype, self.device = working_dtype(value_states), value_states.device
         of_sums = dtype if self.device.type == "mps" else torch.float64  # which mps does not have
-        compiling = torch.compiler.is_compiling()
-        # Inference tensors could not be updated outside of that mode.
-        with nullcontext() if compiling else torch.inference_mode(False):
+        with _no_inference_tensors():
             self.keys = key_states.new_full((*shape, key_width), -torch.inf, dtype=dtype)
             self.values = value_states.new_zeros((*shape, width), dtype=dtype)
             self.numerator = value_states.new_zeros((batch, heads, 1, width), dtype=of_sums)
@@ -109,7 +112,7 @@ class AFTLayerState(CacheLayerMixin):
                 self.cumulative_length = torch.zeros((), dtype=torch.long, device=self.device)
         self.is_initialized = True
         self.padded = self.is_compileable  # so that one compiled program serves rows with and without padding
-        if self.is_compileable and not compiling:
+        if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in (*self._tensors().values(), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
 
@@ -122,7 +125,8 @@ class AFTLayerState(CacheLayerMixin):
         """Set the named tensors of the state, in place if they have no gradients."""
         for name, tensor in tensors.items():
             if tensor.requires_grad or getattr(self, name).requires_grad:
-                setattr(self, name, tensor.clone(memory_format=torch.contiguous_format))
+                with _no_inference_tensors():
+                    setattr(self, name, tensor.clone(memory_format=torch.contiguous_format))
             else:
                 getattr(self, name).copy_(tensor)
 
@@ -255,7 +259,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for name, tensor in self._tensors().items():
-            with torch.inference_mode(False):  # new tokens may be added outside of inference mode
+            with _no_inference_tensors():
                 changed = function(tensor)
             in_place = self.is_compileable and not tensor.is_inference()
             if in_place and changed.shape == tensor.shape and changed.device == tensor.device:

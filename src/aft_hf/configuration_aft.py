@@ -20,19 +20,12 @@ from transformers.generation import GenerationConfig
 AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
 
 # The `auto_map` of config.json for each modality: where the Auto classes find the code saved with a checkpoint.
+_HEADS = {"text": ("CausalLM", "SequenceClassification", "TokenClassification"), "image": ("ImageClassification",)}
 AUTO_MAPS = {
-    "text": {
-        "AutoModel": "modeling_aft.AFTModel",
-        "AutoModelForCausalLM": "modeling_aft.AFTForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_aft.AFTForSequenceClassification",
-        "AutoModelForTokenClassification": "modeling_aft.AFTForTokenClassification",
-    },
-    "image": {
-        "AutoModel": "modeling_aft.AFTModel",
-        "AutoBackbone": "modeling_aft.AFTBackbone",
-        "AutoModelForImageClassification": "modeling_aft.AFTForImageClassification",
-    },
+    modality: {"AutoModel": "modeling_aft.AFTModel"} | {f"AutoModelFor{x}": f"modeling_aft.AFTFor{x}" for x in heads}
+    for modality, heads in _HEADS.items()
 }
+AUTO_MAPS["image"]["AutoBackbone"] = "modeling_aft.AFTBackbone"
 
 # The values of `mixing_implementation`: "auto" takes an operator if one supports the problem.
 MIXING_IMPLEMENTATIONS = ("auto", "reference", "portable")
@@ -131,9 +124,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             table without factors.
         position_bias_init_std: Standard deviation of the initial position biases, or of their factors: the paper's
             N(0, 10^-2), read as a variance.
-        position_bias_multiplier: Constant m by which the learned position biases are multiplied, 1 in the paper. The
-            initial w does not depend on it, but under Adam, w changes m times as fast (sqrt(m) times if it is
-            factorized). Short training runs need a larger m: converted models have m = 2000.
+        position_bias_multiplier: Constant m by which the learned position biases are multiplied, 1 in the paper and
+            2000 in converted models. The initial w does not depend on it, but under Adam, w changes m times as fast
+            (sqrt(m) times if it is factorized).
         window_size: Window size s of `local` (Eq. 4): position biases are learned for |t - t'| < s.
         kernel_size: Kernel size s of `conv` (Eq. 6): s x s patches of images, s odd; lags 0 .. s - 1 of text.
         position_bias_reparameterized: Whether the kernels of `conv` are standardized and rescaled (Eq. 8).

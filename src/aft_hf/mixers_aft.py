@@ -18,17 +18,7 @@ from .caching_aft import AFTLayerState, longest_row
 from .configuration_aft import MIXING_IMPLEMENTATIONS
 from .mixing_aft import Mixing, Visibility, mix, mixing_weights, uses_operator
 from .portable_aft import LARGEST_SPAN, read
-from .position_biases_aft import (
-    Dense,
-    GridKernel,
-    LagKernel,
-    LinearDecay,
-    NoBias,
-    PositionBias,
-    Window,
-    widen,
-    working_dtype,
-)
+from .position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay, NoBias, PositionBias, Window, widen
 
 
 logger = logging.get_logger(__name__)
@@ -49,8 +39,7 @@ class AFTMixer(nn.Module):
         use_output_projection: whether to project the result.
         global_connectivity: whether positions outside the window are visible, with w = 0.
         position_bias_init_std: standard deviation of new learned biases, or of factors, including the multiplier.
-        position_bias_multiplier: constant m by which learned biases are multiplied (factors by sqrt(m) each), 1 in the
-            paper. Both have no effect where nothing is learned.
+        position_bias_multiplier: constant m by which learned biases are multiplied (factors by sqrt(m) each).
         implementation: the form that computes Eq. 2: "auto", "reference" or "portable", as in `AFTConfig`.
     """
 
@@ -156,8 +145,8 @@ class AFTMixer(nn.Module):
         Args:
             query: (B, T, d).
             key, value: (B, T', d). Default: `query`.
-            attention_mask: (B, T') with 0 for padding, or boolean (B or 1, T, T') with False where a key is hidden
-                from a query. Padding has no position.
+            attention_mask: (B, T'), 0 for padding, which has no position, or boolean (B or 1, T, T'), False where a
+                key is hidden from a query.
             position_ids: (B or 1, T), positions other than 0, 1, 2, ... of the real tokens.
             visibility: in place of a (B, T) mask, the padding and the packed documents of the rows; a document sees
                 no other document.
@@ -176,10 +165,8 @@ class AFTMixer(nn.Module):
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, visibility, state)
-        pair_mask = None
-        if attention_mask is not None and attention_mask.dim() == 3:
-            pair_mask = attention_mask
-        elif attention_mask is not None:
+        pair_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 3 else None
+        if attention_mask is not pair_mask:
             visibility = Visibility.of(attention_mask, may_wait=False)
         longest = longest_row(max(key.shape[1], query.shape[1]), self.max_positions, visibility, state)
         _, grid_size = self._check_size(longest or 1, grid_size)
@@ -316,8 +303,7 @@ class AFTSimple(AFTMixer):
 class AFTAlibi(AFTMixer):
     """AFT with ALiBi biases: w = -m_i (t - t'), m_i = 2^(-8 i / h) for head i = 1 .. h, causal.
 
-    Linear time, without a limit on the length. The slopes are those of Press et al. (2022, arXiv 2108.12409). It has
-    the arguments of `AFTMixer`; `causal` must be True.
+    Linear time, without a limit on the length. It has the arguments of `AFTMixer`; `causal` must be True.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, *, causal: bool = True, **options: Any):
@@ -327,9 +313,7 @@ class AFTAlibi(AFTMixer):
         self.state_window = 0
 
     def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        heads = self.num_heads
-        slopes = torch.logspace(-8.0 / heads, -8.0, heads, 2.0, device=like.device, dtype=working_dtype(like))
-        return LinearDecay(slopes)
+        return LinearDecay.of(self.num_heads, like)
 
 
 class AFTFull(AFTMixer):

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from .portable_aft import (
     CHUNK_SIZE,
+    by_head,
     finish,
     hide,
     join_heads,
@@ -31,7 +32,6 @@ from .portable_aft import (
     split_heads,
     total,
 )
-from .portable_aft import by_head as portable_by_head
 from .portable_aft import causal as portable_causal
 from .portable_aft import grid as portable_grid
 from .portable_aft import table as portable_table
@@ -43,8 +43,7 @@ logger = logging.get_logger(__name__)
 
 # -------- who sees whom
 
-# The model inputs that describe packed documents. Attention kernels need all of them; AFT needs `position_ids` or
-# `cu_seq_lens_q`.
+# The model inputs that describe packed documents, of which AFT needs `position_ids` or `cu_seq_lens_q`.
 PACKING_INPUTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -180,6 +179,8 @@ def visibility_of(
         if position_ids.shape not in ((batch_size, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
         starts = (position_ids == 0).expand(batch_size, -1)
+        if mask is not None:  # a row that is one document may have any positions in its padding
+            starts = starts & ((position_ids != mask.cumsum(1) - 1) & (mask != 0)).any(1, keepdim=True)
     visibility = Visibility.of(mask, starts)
     if position_ids is not None and starts is not None and boundaries is None and position_ids.device.type == "cpu":
         plain = torch.arange(length, device=position_ids.device)
@@ -265,8 +266,7 @@ class Mixing:
 # The namespace of the operators of an installed aft-hf, which `aft_hf.kernels.operators` describes.
 OPERATORS = "aft_hf_v2"
 
-# Bidirectional windows are computed by running sums for sequences of more chunks than this; a table is faster for
-# fewer.
+# Bidirectional windows of more chunks than this are computed by running sums; for fewer, a table is faster.
 FEW_CHUNKS = 16
 
 # Whether an imported aft-hf has an operator for a type of device: what `provides` has found.
@@ -329,15 +329,11 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
         return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
     if implementation == "reference":
         return reference_mixing(problem)
-    seen, cross = problem.visibility, problem.num_queries not in (None, length)
-    if cross or problem.pair_mask is not None or problem.positions is not None:
+    seen: Any = problem.visibility
+    if problem.num_queries not in (None, length) or problem.pair_mask is not None or problem.positions is not None:
         return _pairwise(problem)
-    if seen is None or (
-        problem.causal
-        and problem.biases.reach is not None
-        and seen.first is not None
-        and not (seen.is_packed and torch.compiler.is_exporting())
-    ):
+    by_first = seen is not None and seen.first is not None and problem.causal and problem.biases.reach is not None
+    if seen is None or (by_first and not (seen.is_packed and torch.compiler.is_exporting())):
         return _mix_whole(problem, implementation)
     if seen.is_packed:
         return _mix_documents(problem, implementation)
@@ -360,12 +356,12 @@ def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
         kernels = biases.kernels.to(working_dtype(value)).unsqueeze(1)
         return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, biases.hides_outside)
     if isinstance(biases, NoBias) and not causal:
-        average = total(*(x.unsqueeze(3) for x in portable_by_head(key, value, problem.num_heads))).average
+        average = total(*(x.unsqueeze(3) for x in by_head(key, value, problem.num_heads))).average
         return finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
     if on_both_sides and (exporting or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, CHUNK_SIZE))):
-        by_head = portable_by_head(key, value, problem.num_heads)
+        given = by_head(key, value, problem.num_heads)
         # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
-        return finish(query, recomputed(partial(portable_window, biases), *by_head), value.dtype)
+        return finish(query, recomputed(partial(portable_window, biases), *given), value.dtype)
     longest = causal and exporting and isinstance(biases, Dense)
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
     if uses_operator("table", implementation, device):
@@ -388,9 +384,8 @@ def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start
 
 def _pairwise(problem: Mixing) -> Tensor:
     """Compute Eq. 2 from the table and the mask of all pairs."""
-    by_head = portable_by_head(problem.key, problem.value, problem.num_heads)
-    average = pairwise(*by_head, *problem.table())
-    return finish(problem.query, average, problem.value.dtype)
+    given = by_head(problem.key, problem.value, problem.num_heads)
+    return finish(problem.query, pairwise(*given, *problem.table()), problem.value.dtype)
 
 
 def _mix_documents(problem: Mixing, implementation: str) -> Tensor:

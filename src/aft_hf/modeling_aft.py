@@ -192,7 +192,7 @@ class AFTLayer(GradientCheckpointingLayer):
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = ViTMLP(config)  # type: ignore[arg-type]  # it needs any config with these sizes
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        # Stochastic depth: drops the branch of random samples, and scales up the remaining ones.
+        # Stochastic depth: drops the branch of random samples.
         self.drop_path = nn.Dropout1d(config.drop_path_rate * layer_idx / max(config.num_hidden_layers - 1, 1))
 
     def forward(
@@ -268,7 +268,7 @@ class AFTModel(AFTPreTrainedModel):
         self.main_input_name = "input_ids" if self.is_text else "pixel_values"
         self._input_embed_layer = "word_embeddings" if self.is_text else "patch_embeddings"
         self.embeddings = AFTTextEmbeddings(config) if self.is_text else AFTImageEmbeddings(config)
-        # Only the embeddings that exist: FSDP of Accelerate refuses names of absent modules.
+        # FSDP refuses names of absent modules.
         self._no_split_modules = [*self._no_split_modules, type(self.embeddings).__name__]
         self.layers = nn.ModuleList([AFTLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -294,9 +294,9 @@ class AFTModel(AFTPreTrainedModel):
             attention_mask: Padding mask, (B, T): 1 for tokens, 0 for padding, anywhere in a row. Without a cache also
                 a boolean mask, (B or 1, T, T), False where a query must not see a key.
             inputs_embeds: Embedded tokens, (B, T, hidden_size), in place of `input_ids`.
-            position_ids: Positions of packed documents, (B or 1, T), which start again at 0 with each document, as
-                `DataCollatorWithFlattening` makes them. No document sees another one, and there is no cache. In a
-                compiled program, any `position_ids` count as packed documents.
+            position_ids: Positions of packed documents, (B or 1, T), which start again at 0 with each, as those of
+                `DataCollatorWithFlattening`. No document sees another one, and there is no cache. In a compiled
+                program, any `position_ids` count as packed documents.
             cu_seq_lens_q: Boundaries of the packed documents in the flattened batch, (number of documents + 1,), from
                 0 on, in place of `position_ids`.
             pixel_values: Images, (B, num_channels, height, width), of `config.image_size`. If all layers are `conv`
@@ -356,6 +356,8 @@ class AFTModel(AFTPreTrainedModel):
                 f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
                 "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
             )
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError("gradient checkpointing takes no cache: omit it, or call model.eval()")
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         if cache is not None and cache.layers[0].is_initialized:
             packing = dict.fromkeys(PACKING_INPUTS)
@@ -728,12 +730,10 @@ def share_of_step(
     targets_of_step: int | Tensor | None,
     problem_type: str | None = None,
 ) -> Tensor:
-    """Return the share of a batch in the loss of an optimizer step that adds up several batches, with the weighted
-    entropy of the position biases (Eq. 9).
+    """Return the share of a batch in the loss of a step over several batches, with the weighted entropy (Eq. 9).
 
-    The shares add up to the mean over the targets of the step, which are labels other than -100. Losses of classes are
-    divided by their number in transformers; those of float labels are means over the batch. None: the step has only
-    this batch.
+    The shares add up to the mean over the targets of the step, labels other than -100. transformers has divided losses
+    of classes by their number; those of float labels are means over the batch. None: the step has only this batch.
     """
     is_mean = problem_type in ("regression", "multi_label_classification")
     if entropy is None and not (is_mean and targets_of_step is not None):

@@ -1,8 +1,8 @@
 """The portable form of Eq. 2: plain PyTorch operations for any device and dtype.
 
 The functions at the end have the arguments of the operators of an installed aft-hf, which compute the same faster.
-Everything can be traced, exported and differentiated any number of times and in every mode: control flow depends on
-values only where the host can read them without waiting.
+Everything can be traced, exported and differentiated in every mode: control flow depends on values only where the host
+can read them without waiting.
 
 `Averages` holds Eq. 2 over some positions with the logarithm of its denominator, by which parts are merged. No
 exponential can overflow, and none that matters can underflow. A query is never shifted by a key that it does not see,
@@ -156,10 +156,10 @@ def total(key: Tensor, value: Tensor) -> Averages:
 def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False) -> Averages:
     """Average over a block of positions for queries with biases of their own, by one product with exp(w).
 
-    A query from which the large keys are hidden by -inf, or that sees them only at small biases, can lose significant
-    terms to underflow. If values can be read, the blocks with such queries are computed in float64, or averaged by
-    their logits if that loses terms, too. Otherwise all masked blocks are averaged by their logits, and biases without
-    a mask are raised to the largest bias of their row minus `LARGEST_SPAN`.
+    A query that sees the large keys not at all, or at small biases, can lose significant terms to underflow. If values
+    can be read, blocks with such queries are computed in float64, or averaged by their logits if that loses terms,
+    too. Otherwise all masked blocks are averaged by their logits, and biases without a mask are raised to the largest
+    bias of their row minus `LARGEST_SPAN`.
 
     Args:
         key: (..., T', N, k), -inf where a position is hidden from all queries.
@@ -413,9 +413,13 @@ def causal(
 ) -> Tensor:
     """Compute the operator `causal`: (B, T, d)."""
     given = by_head(key, value, num_heads(bias, slopes))
-    if first is not None and query is not None:  # which may be NaN in padding
-        query = query.masked_fill((first > torch.arange(key.shape[1], device=key.device))[..., None], 0.0)
-    return finish(query, causal_averages(*given, bias, slopes, first, hides_outside).average, value.dtype)
+    average = causal_averages(*given, bias, slopes, first, hides_outside).average
+    if first is None:
+        return finish(query, average, value.dtype)
+    # The query of padding may be NaN, and the gradient of its context.
+    hidden = (first > torch.arange(key.shape[1], device=key.device))[..., None]
+    query = query if query is None else query.masked_fill(hidden, 0.0)
+    return finish(query, average, value.dtype).masked_fill(hidden, 0.0)
 
 
 def causal_averages(

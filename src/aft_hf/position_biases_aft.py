@@ -97,6 +97,11 @@ class LinearDecay(PositionBias):
     reach = 0
     slopes: Tensor  # (h,)
 
+    @classmethod
+    def of(cls, heads: int, like: Tensor) -> "LinearDecay":
+        """Return the biases with the slopes m_i = 2^(-8 i / h) of that paper, for i = 1 .. h."""
+        return cls(torch.logspace(-8.0 / heads, -8.0, heads, 2.0, device=like.device, dtype=working_dtype(like)))
+
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         lags = queries[..., :, None] - keys[..., None, :]
         return -self.slopes[:, None, None] * lags.unsqueeze(-3)
