@@ -47,13 +47,12 @@ SHARED_MEMORY = {architecture: 1024 * size for architecture, size in KIB.items()
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",  # averages that are kept for the backward pass
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",  # flags
     torch.float64: "*fp64",  # sums of a state
 }
-BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
+BYTES = {"*fp32": 4, "*bf16": 2}
 
 # Tokens that an iteration of the longest loop passes, by kernel, and the arguments with an entry for each token and
 # feature.

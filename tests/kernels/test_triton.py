@@ -203,6 +203,8 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 
 OF_THE_CONTRACT = [
     ("nan_in_one_row_does_not_reach_another", "local causal"),
+    ("nan_and_infinity_are_not_turned_into_numbers", "simple causal", torch.inf, "key"),
+    slow(("nan_and_infinity_are_not_turned_into_numbers", "alibi causal", torch.inf, "key")),
     ("padding_of_any_size_reaches_no_real_token", "local causal", "left"),
     slow(("padding_of_any_size_reaches_no_real_token", "simple causal", "left")),
     slow(("padding_of_any_size_reaches_no_real_token", "conv causal", "right")),
@@ -419,7 +421,7 @@ def between_nan(x: torch.Tensor) -> torch.Tensor:
 @structures(["local causal", *map(slow, ("local causal, window alone", "conv causal"))])
 def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, monkeypatch):
     monkeypatch.setattr(causal_launch, "PROGRAMS", 1000)  # several segments
-    dtype = BF16 if structure == "local causal" else FP32  # with bfloat16, averages are kept in float16
+    dtype = BF16 if structure == "local causal" else FP32
     given, guarded = contract.case(structure, dtype, 1, 70, "documents"), Guarded()
     mixer, key, value = given.mixer.to(DEVICE), given.key.to(DEVICE), given.value.to(DEVICE)
     fields = {name: contract.to_device(x, DEVICE) for name, x in given.fields.items()}

@@ -114,6 +114,7 @@ def test_biases_of_each_row():
 
 HIDDEN = {
     "keys of -inf": ({}, torch.arange(40) % 3 == 1),
+    "keys of -inf at the start": ({}, torch.arange(40) < 5),
     "padding before": ({"first": torch.where(torch.arange(40) < 33, 40, 33)[None]}, torch.arange(40) < 33),
     "padding after": ({"first": documents(40, 5, 31, padding=6)[None]}, torch.arange(40) >= 34),
 }
@@ -150,6 +151,38 @@ def test_large_numbers_cost_no_precision(changes, size, dtype):
     changes = changes | {"alibi": True} if size == "alibi" else changes
     terms = 5.0 if "key" in changes else 1.0  # differences of keys are rounded
     assert_exact(problem(36, None if size == "alibi" else size, width=4, **changes), dtype, terms)
+
+
+def results(given, dtype=FP32):
+    """Outputs and the gradients of query, key and value."""
+    inputs = [x.to(DEVICE, dtype).requires_grad_() for x in given[:3]]
+    output = Causal.apply(*inputs, *(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given[3:]))
+    return [output, *torch.autograd.grad(output.sum(), inputs)]
+
+
+@pytest.mark.parametrize("place", ("before the window", slow("hidden by a key of -inf")))
+@pytest.mark.parametrize("size", (3, slow(40)))
+def test_the_value_of_a_token_that_is_not_seen_costs_no_precision(size, place):
+    tokens, found = size if place == "before the window" else 1, []
+    for value in (0.0, 1e8):
+        given = problem(72, size, width=2, alone=True)
+        given[2][:, 0] = value
+        if tokens == 1:
+            given[1][:, 0], given[5] = -torch.inf, torch.zeros(1, 72, dtype=torch.int64)
+        found.append([x[:, tokens:] for x in results(given)])
+    for x, y in zip(*found):
+        torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", (3, slow(40)))
+def test_an_outlier_with_a_small_weight_costs_the_gradients_of_others_no_precision(size):
+    given = problem(64, size)
+    given[1][:, 0], given[2][:, 0] = -12.0, 1000.0
+    found = results(given, BF16)[2][:, 1:].double().cpu()
+    query, key, value, bias = (x.to(y).double() for x, y in zip(given, (BF16, BF16, BF16, FP32)))
+    key.requires_grad_()
+    (exact,) = torch.autograd.grad(portable("causal", query, key, value, bias, None, None, False).sum(), key)
+    assert (found - exact[:, 1:]).norm() <= torch.finfo(BF16).eps * exact[:, 1:].norm()
 
 
 @pytest.mark.parametrize("size", (33, slow(1), slow(40)))

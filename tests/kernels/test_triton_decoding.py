@@ -14,7 +14,8 @@ from tiny_models import language_model
 from transformers import CompileConfig
 
 from aft_hf import AFTAlibi, AFTConv, AFTLocal, AFTSimple
-from aft_hf.caching_aft import AFTLayerState
+from aft_hf.caching_aft import SUMS_AND_WINDOW, AFTLayerState
+from aft_hf.kernels.operators import portable_state
 
 
 pytest.importorskip("triton")
@@ -104,6 +105,21 @@ def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed):
     mask[0, :2] = mask[1, :43] = False  # the second row begins in the fourth piece
     mask[2, 36] = False
     assert_decodes(mixer, x, (3, 33, 1, 9, 1, 1), static=structure == "local causal", mask=mask)
+
+
+@pytest.mark.parametrize("window", (0, 2))
+def test_tokens_that_are_hidden_by_a_key_of_minus_infinity_change_nothing(window):
+    bias, empty = (torch.zeros(1, 1, 1, window + 1) if window else None), AFTLayerState(window)
+    empty.lazy_initialization(torch.zeros(1, 1, 0, 2), torch.zeros(1, 1, 0, 2))
+    keys, values = torch.randn(2, 1, 9, 2)
+    hidden = torch.tensor([0, 3, 4, 7])
+    keys[:, hidden], values[:, hidden] = -torch.inf, torch.nan
+    found = []
+    for step in (launches.causal_state, portable_state):
+        state = [getattr(empty, name).clone() for name in SUMS_AND_WINDOW]
+        parts = [(x, y) for x, y in zip(keys.split([5, 1, 1, 1, 1], 1), values.split([5, 1, 1, 1, 1], 1))]
+        found.append([step(None, key, value, bias, None, None, False, *state) for key, value in parts])
+    torch.testing.assert_close(*(torch.cat(outputs, 1) for outputs in found))
 
 
 def test_half_precision(computed):

@@ -52,6 +52,7 @@ def step_kernel(
             of_key = features * 0 + head
         key = tl.load(k_ptr + b * kb + of_key, exists, 0.0).to(tl.float32)
         value = tl.load(v_ptr + b * vb + features, exists, 0.0).to(tl.float32)
+        value = tl.where(key > -float("inf"), value, 0.0)  # that of a hidden token may be NaN
         far = tl.load(m_ptr + key_place, exists, EMPTY).to(tl.float32)
         far_num = tl.load(n_ptr + of_head * HEAD + own, exists, 0.0)
         far_den = tl.load(d_ptr + key_place, exists, 0.0)
@@ -59,7 +60,7 @@ def step_kernel(
         if BIASED:
             # The contributions of the window and of the token itself
             own_w = tl.load(w_ptr + b * wb + head * (W + 1) + W)
-            top = key + own_w
+            top = tl.maximum(key + own_w, EMPTY)
             den = tl.exp((key - top) + own_w)  # top may be rounded
             num = den * value
             key_start, value_start = key_place + of_head * (W - 1) * key_step, (of_head * W) * HEAD + own
@@ -135,6 +136,7 @@ def state_kernel(
         there = (i < W)[:, None] & exists[None, :]
         keys = tl.load(k_ptr + b * kb + (u[:, None] * kt + of_key[None, :]), there & (u >= 0)[:, None], -float("inf"))
         values = tl.load(v_ptr + b * vb + (u[:, None] * vt + features[None, :]), there & (u >= 0)[:, None], 0.0)
+        values = tl.where(keys > -float("inf"), values, 0.0)
         to = keys_ptr + (key_place + of_head * (W - 1) * key_step)[None, :] + i[:, None] * key_step
         tl.store(to, keys.to(tl.float32), there & key_kept[None, :])
         tl.store(values_ptr + (of_head * W + i[:, None]) * HEAD + own[None, :], values.to(tl.float32), there)

@@ -13,10 +13,8 @@ def kept_like(name: str, key: torch.Tensor, value: torch.Tensor, bias: torch.Ten
     centers and references, of the operators `causal`, `grid` and `table`.
     """
     shapes = (_of_causal if name == "causal" else _of_products)(key, value, bias)
-    average = torch.float16 if value.dtype == torch.bfloat16 else torch.float32
-    dtypes = average, torch.float32, torch.float32
-    found, logsumexp, center = (torch.empty(x, dtype=y, device=value.device) for x, y in zip(shapes, dtypes))
-    return found, logsumexp, center
+    average, logsumexp, center = (torch.empty(shape, dtype=torch.float32, device=value.device) for shape in shapes)
+    return average, logsumexp, center
 
 
 def _of_causal(key, value, bias):  # type: ignore[no-untyped-def]

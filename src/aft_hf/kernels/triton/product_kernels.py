@@ -236,17 +236,17 @@ def query_operand_kernel(
     inside = is_feature & (t < T)
     place = (b * vb + feature * vf) + t * vt
     x = tl.load(g_ptr + place, inside, 0.0).to(tl.float32)
-    c = tl.load(c_ptr + place, inside, 0.0).to(tl.float32)
     l_ptrs, has_query = l_ptr + (b * kb + key * kf) + t * kt, exists & (t < T)
     if GATED:
         gate = tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
         x *= gate
-        sees = tl.load(l_ptrs, has_query, float("inf")) < float("inf")  # read again below, which saves registers
+        # Both are read again below, which saves registers
+        c, sees = tl.load(c_ptr + place, inside, 0.0), tl.load(l_ptrs, has_query, float("inf")) < float("inf")
         average = tl.where(sees, c + tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
         tl.store(dq_ptr + place, (x * average * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
     log_den = tl.load(l_ptrs, has_query, float("inf"))
     x = tl.where(log_den < float("inf"), x * tl.exp(-log_den), 0.0)
-    z = tl.sum(x * c, 2)[:, :, None]
+    z = tl.sum(x * tl.load(c_ptr + place, inside, 0.0), 2)[:, :, None]
     # A sum that is not finite has a term that is not
     careful = ((t < T) & exists & ~((log_den >= -59.0) & _is_finite(z))).to(tl.int32)
     bad = tl.max(tl.max(tl.max(careful, 2), 1), 0)
@@ -361,7 +361,7 @@ def _store_averages(
         y *= tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), inside)
     if KEEP:
-        tl.store(c_ptr + place, offset.to(c_ptr.dtype.element_ty), inside)
+        tl.store(c_ptr + place, offset, inside)
         stored = (t < T) & exists
         if KEY_PER_HEAD:
             stored &= part == 0
@@ -459,7 +459,7 @@ def _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature, vb, vt,
     g = tl.load(g_ptr + place, is_feature, 0.0).to(tl.float32)
     if GATED:
         g *= tl.sigmoid(tl.load(q_ptr + place, is_feature, 0.0).to(tl.float32))
-    c = tl.load(c_ptr + place, is_feature, 0.0).to(tl.float32)
+    c = tl.load(c_ptr + place, is_feature, 0.0)
     return g, c, tl.load(l_ptr + b * kb + key * kf + t * kt, exists, float("inf"))
 
 

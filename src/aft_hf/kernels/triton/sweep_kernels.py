@@ -83,11 +83,15 @@ def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOC
 
 
 @triton.jit
-def _center(k_ptr, v_ptr, t, kt, vt, keys, features, exists):
-    """A key, and its value for use as a center: 0 if it is not finite or hidden by a key of -inf."""
-    k = tl.load(k_ptr + (t * kt + keys), exists, -float("inf")).to(tl.float32)
-    v = tl.load(v_ptr + (t * vt + features), exists, 0.0).to(tl.float32)
-    return k, tl.where((tl.abs(v) < float("inf")) & (k > -float("inf")), v, 0.0)
+def _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists):
+    """The number nearest to 0 between the smallest and the largest value of the tokens that are seen, of those that
+    are finite and not hidden by a key of -inf. An outlier as a center would cost all other values digits.
+    """
+    inside = seen[:, None] & exists[None, :]
+    k, v = _tile(k_ptr, t, kt, keys, inside, -float("inf")), _tile(v_ptr, t, vt, features, inside, 0.0)
+    counts = (tl.abs(v) < float("inf")) & (k > -float("inf"))
+    low, high = tl.min(tl.where(counts, v, float("inf")), 0), tl.max(tl.where(counts, v, -float("inf")), 0)
+    return tl.where(low <= high, tl.minimum(tl.maximum(low, 0.0), high), 0.0)
 
 
 @triton.jit
@@ -182,11 +186,14 @@ def sweep_kernel(
     i = tl.arange(0, C)
     M, N0, D0 = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     first_chunk, end = s * each, tl.minimum(s * each + each, N)
-    known, center = _center(k_ptr, v_ptr, first_chunk * C, kt, vt, keys, features, exists)
-    if DOCUMENTS and not CARRY:
-        center = center * 0.0
-    elif DOCUMENTS:  # only a document that began before has a center here
-        center = tl.where(tl.load(first_ptr + b * T + first_chunk * C) < first_chunk * C, center, 0.0)
+    known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
+    center = tl.zeros((BD,), tl.float32)
+    if CARRY or not (ALONE or DOCUMENTS):  # otherwise each chunk has its own
+        t = first_chunk * C + i
+        seen = t < T
+        if DOCUMENTS:  # only a document that began before has a center here
+            seen = _starts(first_ptr, b, t, T, DOCUMENTS) < first_chunk * C
+        center = _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists)
     if INITIAL:
         M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
         N0 = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
@@ -226,13 +233,14 @@ def sweep_kernel(
             moved = tl.where(begins, center, 0.0)
             center, M = center - moved, tl.where(kept, M, EMPTY)
             N0, D0 = tl.where(kept, N0 + moved * D0, 0.0), tl.where(kept, D0, 0.0)
-        elif DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
-            begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
-            kept = begin < oldest
-            # A document may not change the rounding of another one
-            whole = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1) <= tl.maximum(oldest, 0)
-            mine = tl.load(v_ptr + (n * C * vt + features), exists, 0.0).to(tl.float32)
-            mine = tl.where(whole & (tl.abs(mine) < float("inf")), mine, 0.0)
+        elif DOCUMENTS or ALONE:
+            mine = _center(k_ptr, v_ptr, t, (start <= t) & (t < T), kt, vt, keys, features, exists)
+            if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
+                begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
+                kept = begin < oldest
+                # A document may not change the rounding of another one
+                whole = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1) <= tl.maximum(oldest, 0)
+                mine = tl.where(whole, mine, 0.0)
             N0, center = N0 + (center - mine) * D0, mine
         k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
         own = tl.max(k, 0) if CARRY else _largest(k + v * 0.0)
@@ -317,7 +325,7 @@ def sweep_kernel(
         if begins:  # a document begins in the chunk, and only the last one counts later
             bad = _lost(num, den, hidden)
             num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
-            _, next_center = _center(k_ptr, v_ptr, begin, kt, vt, keys, features, exists & (begin < T))
+            next_center = _center(k_ptr, v_ptr, t, (t >= begin) & (t < T), kt, vt, keys, features, exists)
             M, joining_p, joining_pv, last_p, last_pv = _carried(
                 k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, tl.where(t >= begin, start, T), next_center,
                 tl.zeros((BD,), tl.float32) + EMPTY, PRECISION, DOCUMENTS)  # fmt: skip
@@ -333,7 +341,8 @@ def sweep_kernel(
         inside, at, gate = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :], 1.0
         some = den != 0.0
         if CHECK:  # without it, chunks with visible queries that see no key are bad
-            den = tl.where(some, den, 1.0)
+            some &= ~hidden
+            num, den = tl.where(some, num, 0.0), tl.where(some, den, 1.0)
         if GATED:
             gate = 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E)
         if KEEP:
@@ -344,7 +353,7 @@ def sweep_kernel(
                 log_den = tl.where(some, log_den, float("inf"))
             elif DOCUMENTS:  # relative to a key that all later queries of the last document see
                 log_den = tl.where(hidden, float("inf"), log_den + ((m - largest) * LOG2E)[None, :])
-            tl.store(c_ptr + at, average.to(c_ptr.dtype.element_ty), inside)
+            tl.store(c_ptr + at, average, inside)
             tl.store(l_ptr + at, log_den, inside)
             to = r_ptr + (b * N + n) * 3 * D + features
             tl.store(to, largest, exists)
@@ -404,8 +413,8 @@ def repair_kernel(
             num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
         some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
         den = tl.where(some, den, 1.0)
-        c = num / den
-        y = tl.where(some, c + center[None, :], 0.0)
+        c = tl.where(some, num / den, -center[None, :])
+        y = c + center[None, :]
         if GATED:
             y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
         tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
@@ -417,7 +426,7 @@ def repair_kernel(
                 largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
                 tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
             log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
-            tl.store(c_ptr + b * T * D + at, c.to(c_ptr.dtype.element_ty), inside)
+            tl.store(c_ptr + b * T * D + at, c, inside)
             tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
 
 
@@ -437,7 +446,7 @@ def _queries(
     known = exists & (n * C < T)
     reference = tl.load(r_ptr + n * 3 * D + features, known, -EMPTY)
     own_center = tl.load(r_ptr + n * 3 * D + D + features, known, 0.0)
-    g, c = _tile(g_ptr, t, gt, features, inside, 0.0), tl.load(c_ptr + at, inside, 0.0).to(tl.float32)
+    g, c = _tile(g_ptr, t, gt, features, inside, 0.0), tl.load(c_ptr + at, inside, 0.0)
     log_den = tl.load(l_ptr + at, inside, float("inf"))
     if GATED:
         gate = _divide(1.0, 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E))
@@ -719,7 +728,7 @@ def repair_backward_kernel(
             if GATED:
                 g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
             of_queries = r_ptr + t // C * 3 * D + features
-            c = tl.load(c_ptr + row + t * D + features, bad, 0.0).to(tl.float32)
+            c = tl.load(c_ptr + row + t * D + features, bad, 0.0)
             c += tl.load(of_queries + D, bad, 0.0) - center
             log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
             e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]

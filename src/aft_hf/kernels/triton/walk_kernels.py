@@ -85,7 +85,8 @@ def _add(M, age, N, D, length, k, v, t, T, first, slope, ALIBI: tl.constexpr, DO
     elif ALIBI:
         age += tl.where(t < T, 1.0, 0.0)
         length += tl.where(t < T, 1.0, 0.0)
-    v = tl.where(k > -float("inf"), v.to(tl.float32), 0.0)  # the value of a hidden token may be NaN
+    # The value of a hidden token may be NaN; that of a key of infinity becomes NaN
+    v = tl.where(k > -float("inf"), v.to(tl.float32) + k * 0.0, 0.0)
     x = k - M
     if ALIBI:
         x += slope * age
@@ -108,7 +109,8 @@ def _output(
     some = D != 0.0
     den, gate = tl.where(some, D, 1.0), 1.0
     if GATED:
-        gate = 1.0 + tl.exp2(tl.minimum(-q.to(tl.float32) * LOG2E, 100.0))
+        exponent = tl.minimum(-q.to(tl.float32) * LOG2E, 100.0, propagate_nan=tl.PropagateNan.ALL)
+        gate = 1.0 + tl.exp2(exponent)
     y = _divide(N, den * gate)
     c = y * gate
     if DOCUMENTS:
@@ -121,7 +123,7 @@ def _output(
         if ALIBI:
             log_den -= slope * age
         log_den = log_den * LOG2E + _log2(den)
-        tl.store(c_ptr + at, (c - center).to(c_ptr.dtype.element_ty), inside)
+        tl.store(c_ptr + at, tl.where(some, c - center, 0.0), inside)
         tl.store(l_ptr + at, tl.where(some, log_den, float("inf")), inside)
     return reference, center
 
@@ -231,7 +233,8 @@ def _add_query(
             gate = tl.where(hidden, 0.0, gate)
         gated = g * gate
         if not TOTALS:
-            dq = (c + center) * (gated - gated * gate)
+            # A query that sees no key has no average
+            dq = tl.where(log_den < float("inf"), (c + center) * (gated - gated * gate), 0.0)
             tl.store(dq_ptr + (t * step + features), dq.to(dq_ptr.dtype.element_ty), inside)
         g = gated
     x = -log_den - R
@@ -257,12 +260,12 @@ def _key_gradients(
     k, at, inside = k.to(tl.float32), t * step + features, exists & (t < T)
     if DOCUMENTS:
         k = tl.where(first > t, -float("inf"), k)
-    v = tl.where(k > -float("inf"), v.to(tl.float32) - center, 0.0)
     if ALIBI:
         R -= slope * age
-    w = tl.exp2((k - reference) * LOG2E + R)
-    tl.store(dv_ptr + at, (w * X).to(dv_ptr.dtype.element_ty), inside)
-    tl.store(dk_ptr + at, (w * (v * X - Z)).to(dk_ptr.dtype.element_ty), inside)
+    seen, w = k > -float("inf"), tl.exp2((k - reference) * LOG2E + R)  # X and Z may be NaN
+    dv, dk = tl.where(seen, w * X, 0.0), tl.where(seen, w * ((v.to(tl.float32) - center) * X - Z), 0.0)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), inside)
+    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), inside)
 
 
 @kernel
