@@ -117,13 +117,13 @@ def _output(
         y = tl.where(first > t, 0.0, y)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
     if KEEP:
-        reference = tl.where((reference == -float("inf")) & some, M, reference)
-        center = tl.where((center != center) & some, c, center)
+        unset = (reference == -float("inf")) & some
+        reference, center = tl.where(unset, M, reference), tl.where(unset, c, center)
         log_den = M - reference
         if ALIBI:
             log_den -= slope * age
         log_den = log_den * LOG2E + _log2(den)
-        tl.store(c_ptr + at, tl.where(some, c - center, 0.0), inside)
+        tl.store(c_ptr + at, c - center, inside)
         tl.store(l_ptr + at, tl.where(some, log_den, float("inf")), inside)
     return reference, center
 
@@ -177,10 +177,10 @@ def walk_kernel(
     reference, center = M, M
     for chunk in range(start // C, tl.cdiv(end, C)):
         if KEEP:
-            reference, center = tl.full((BD,), none, tl.float32), tl.full((BD,), float("nan"), tl.float32)
+            reference, center = tl.full((BD,), none, tl.float32), tl.zeros((BD,), tl.float32)
             if DOCUMENTS:  # a chunk of several documents has none, since one may not change the rounding of another
                 whole = tl.load(first_ptr + tl.minimum(chunk * C + C, T) - 1) <= chunk * C
-                reference, center = tl.where(whole, reference, 0.0), tl.where(whole, center, 0.0)
+                reference = tl.where(whole, reference, 0.0)
         for t in range(chunk * C, tl.minimum(chunk * C + C, end), GROUP):
             k_next = _group(k_ptr, t + GROUP, T, kt, of_key, exists, none)
             v_next = _group(v_ptr, t + GROUP, T, vt, features, exists, 0.0)
@@ -200,7 +200,7 @@ def walk_kernel(
         if KEEP:
             to = r_ptr + (b * tl.cdiv(T, C) + chunk) * 2 * D + features
             tl.store(to, tl.where(reference == none, 0.0, reference), exists)
-            tl.store(to + D, tl.where(center == center, center, 0.0), exists)
+            tl.store(to + D, center, exists)
     if TOTALS:
         _store_sums(sums_ptr + (b * (S + 1) + segment) * 5 * D, features, D, exists, M, age, num, den, length)
     if INITIAL and not TOTALS:
