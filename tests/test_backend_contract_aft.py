@@ -603,6 +603,22 @@ def test_nan_and_infinity_are_not_turned_into_numbers(structure, size, changed, 
         at_most(found.nan_to_num(0.0, 0.0, 0.0), expected.nan_to_num(0.0, 0.0, 0.0))
 
 
+@structures(STRUCTURES)
+def test_an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision(structure, backend):
+    mixer = build(structure, backend)
+    torch.manual_seed(0)
+    key, value = torch.randn(1, 35, mixer.k_proj.out_features), torch.randn(1, 35, WIDTH)
+    key[:, 0], value[:, 0], gradients = -30.0, 1e6, []
+    double = copy.deepcopy(mixer).cpu().double()
+    for module, name, device, dtype in ((mixer, backend.name, backend.device, FP32), (double, "reference", "cpu", FP64)):
+        given = [x.to(device, dtype).requires_grad_() for x in (key, value)]
+        biases = module.biases(given[1], grid_of(module, 35))
+        output = mix(Mixing(*given, module.num_heads, biases, module.causal), name)[:, 1:]
+        gradients.append([x[:, 1:] for x in torch.autograd.grad(output.square().sum(), given)])
+    for found, exact in zip(*gradients):
+        at_most(found, exact, tolerance(FP32, 35, 30.0))
+
+
 # -------------------------------------------------------------------------------------------------------- whole mixers
 
 

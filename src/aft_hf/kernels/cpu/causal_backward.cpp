@@ -5,7 +5,7 @@
 //   dL/dV_t' = sum_t P_tt' a_t                  dL/dK_t' = sum_t P_tt' (a_t V_t' + b_t)
 //   dL/dw_tt' = sum over the features of P_tt' (a_t V_t' + b_t)
 //
-// A V + B cancels where values have a common offset, so values and averages count from a `center` near Y.
+// A V + B cancels where values have a common offset, so values and averages count from a `center` near V.
 #include "causal.h"
 
 namespace aft {
@@ -107,8 +107,10 @@ class Backward {
 
     // The sums over later queries count from the center and the start of the chunk after this one.
     Sums& later = column.later;
-    vf center = sums.far.denominator == 0.0f ? load(sums.v + reach_ * VL) : sums.far.average();
-    center = center - center == 0.0f ? center : vf{};
+    Center of_chunk;
+    for (int i : {0, count / 3, 2 * count / 3, count - 1})
+      of_chunk.see(load(sums.v + (reach_ + i) * VL), load(sums.m + (reach_ + i) * VL) != 0.0f);
+    const vf center = of_chunk.value();
     later.numerator += later.denominator * (center - column.center);
     column.center = center;
     sums.far.numerator -= center * sums.far.denominator;

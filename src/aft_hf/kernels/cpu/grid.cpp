@@ -196,16 +196,10 @@ class Task {
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights_[tap] = features.of_keys(group_->weights[tap]);
   }
 
-  // Sets the center from which values count in the backward pass, where terms cancel otherwise: the mean of the values
-  // that are visible and finite, so that nothing spreads to queries that do not see it.
   void set_center() {
-    vf sum = {}, seen = {};
-    for (int64_t i = 0; i < p.length; ++i) {
-      const vi counts = (features_->of_keys(m_[i]) != 0.0f) & (v_[i] - v_[i] == 0.0f);
-      sum += counts ? v_[i] : vf{}, seen += counts ? splat(1.0f) : vf{};
-    }
-    sum /= max(seen, splat(1.0f));
-    center_ = sum - sum == 0.0f ? sum : vf{};
+    Center of_values;
+    for (int64_t i = 0; i < p.length; ++i) of_values.see(v_[i], features_->of_keys(m_[i]) != 0.0f);
+    center_ = of_values.value();
   }
 
   void multiply() {

@@ -298,18 +298,11 @@ class Task {
     ready_ = 0;
   }
 
-  // The center from which values count: the first visible value of a causal row (earlier queries see no key), or else the
-  // mean of the visible values. 0 where it is not finite.
   void find_center() {
     for (int64_t f = 0; f < wide_; f += VL) {
-      vf sum = {}, seen = {};
-      for (int64_t t = 0; t < p.length; ++t) {
-        const vi skipped = (load(&m_[t * wide_ + f]) == 0.0f) | (p.causal ? seen > 0.0f : vi{});
-        sum += skipped ? vf{} : load(&v_[t * wide_ + f]);
-        seen += skipped ? vf{} : splat(1.0f);
-      }
-      const vf center = sum / max(seen, splat(1.0f));
-      store(&center_[f], center - center == 0.0f ? center : vf{});
+      Center of_values;
+      for (int64_t t = 0; t < p.length; ++t) of_values.see(load(&v_[t * wide_ + f]), load(&m_[t * wide_ + f]) != 0.0f);
+      store(&center_[f], of_values.value());
     }
   }
 

@@ -253,6 +253,19 @@ static inline vf exp(vf x) {
 
 static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(min(splat(88.0f), -x))); }
 
+// The number from which values count in a backward pass, where terms cancel otherwise: the nearest to 0 between the
+// smallest and the largest value. With a mean or an outlier as center, all other values would lose digits.
+struct Center {
+  vf low = splat(INFINITY), high = splat(-INFINITY);
+
+  // Takes in a value, unless it is not finite, which would spread to queries that do not see it.
+  void see(vf value, vi visible) {
+    const vi counts = visible & (value - value == 0.0f);
+    low = counts ? min(low, value) : low, high = counts ? max(high, value) : high;
+  }
+  vf value() const { return low <= high ? min(max(low, vf{}), high) : vf{}; }
+};
+
 // ------------------------------------------------------------------------------------------------- pairs of bfloat16
 
 // Products of pairs of bfloat16 numbers with AVX512-BF16: each 32-bit lane of a vector holds two of them, and a product

@@ -7,8 +7,8 @@ exponentials of a new maximum one is 1, so one exponential serves both, and is e
 
 Sums of segments are made first (TOTALS), and each segment then joins those before (or, backwards, after) it.
 
-Kept for the backward pass are the averages, relative to a center, and the base-2 logarithms of the denominators,
-relative to a reference; both are those of the first query of a chunk that sees a key. `causal_launch.py` launches
+Kept for the backward pass are, for each chunk, the averages relative to a center, and the base-2 logarithms of the
+denominators relative to a reference, which is that of the first query that sees a key. `causal_launch.py` launches
 these kernels.
 """
 
@@ -36,6 +36,21 @@ def _group(ptr, t, T, step, features, exists, other: tl.constexpr):
     x, y = _pair(ptr, t, T, step, features, exists, other)
     z, w = _pair(ptr, t + 2, T, step, features, exists, other)
     return x, y, z, w
+
+
+@triton.jit
+def _center_of_two(k_ptr, v_ptr, t, other, T, kt, vt, of_key, features, exists):
+    """The number nearest to 0 between the values of two tokens, of those that are finite and not hidden by a key of
+    -inf. An outlier as a center would cost all other values digits.
+    """
+    k, other_k = _row(k_ptr, t, T, kt, of_key, exists, 0.0), _row(k_ptr, other, T, kt, of_key, exists, 0.0)
+    v = _row(v_ptr, t, T, vt, features, exists, 0.0).to(tl.float32)
+    other_v = _row(v_ptr, other, T, vt, features, exists, 0.0).to(tl.float32)
+    none, counts = float("inf"), (tl.abs(v) < float("inf")) & (k.to(tl.float32) > -float("inf"))
+    other_counts = (tl.abs(other_v) < float("inf")) & (other_k.to(tl.float32) > -float("inf"))
+    low = tl.minimum(tl.where(counts, v, none), tl.where(other_counts, other_v, none))
+    high = tl.maximum(tl.where(counts, v, -none), tl.where(other_counts, other_v, -none))
+    return tl.where(low <= high, tl.minimum(tl.maximum(low, 0.0), high), 0.0)
 
 
 @triton.jit
@@ -117,15 +132,14 @@ def _output(
         y = tl.where(first > t, 0.0, y)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
     if KEEP:
-        unset = (reference == -float("inf")) & some
-        reference, center = tl.where(unset, M, reference), tl.where(unset, c, center)
+        reference = tl.where((reference == -float("inf")) & some, M, reference)
         log_den = M - reference
         if ALIBI:
             log_den -= slope * age
         log_den = log_den * LOG2E + _log2(den)
         tl.store(c_ptr + at, c - center, inside)
         tl.store(l_ptr + at, tl.where(some, log_den, float("inf")), inside)
-    return reference, center
+    return reference
 
 
 @kernel
@@ -177,10 +191,12 @@ def walk_kernel(
     reference, center = M, M
     for chunk in range(start // C, tl.cdiv(end, C)):
         if KEEP:
-            reference, center = tl.full((BD,), none, tl.float32), tl.zeros((BD,), tl.float32)
+            last = tl.minimum(chunk * C + C, T) - 1
+            reference = tl.full((BD,), none, tl.float32)
+            center = _center_of_two(k_ptr, v_ptr, chunk * C, last, T, kt, vt, of_key, features, exists)
             if DOCUMENTS:  # a chunk of several documents has none, since one may not change the rounding of another
-                whole = tl.load(first_ptr + tl.minimum(chunk * C + C, T) - 1) <= chunk * C
-                reference = tl.where(whole, reference, 0.0)
+                whole = tl.load(first_ptr + last) <= chunk * C
+                reference, center = tl.where(whole, reference, 0.0), tl.where(whole, center, 0.0)
         for t in range(chunk * C, tl.minimum(chunk * C + C, end), GROUP):
             k_next = _group(k_ptr, t + GROUP, T, kt, of_key, exists, none)
             v_next = _group(v_ptr, t + GROUP, T, vt, features, exists, 0.0)
@@ -193,7 +209,7 @@ def walk_kernel(
                 M, age, num, den, length = _add(
                     M, age, num, den, length, k[i], v[i], t + i, T, f[i], slope, ALIBI, DOCUMENTS)  # fmt: skip
                 if not TOTALS:
-                    reference, center = _output(
+                    reference = _output(
                         M, age, num, den, reference, center, q[i], t + i, T, f[i], slope, y_ptr, c_ptr, l_ptr, D,
                         features, exists, ALIBI, DOCUMENTS, GATED, KEEP)  # fmt: skip
             k, v, q, f = k_next, v_next, q_next, f_next
@@ -233,8 +249,7 @@ def _add_query(
             gate = tl.where(hidden, 0.0, gate)
         gated = g * gate
         if not TOTALS:
-            # A query that sees no key has no average
-            dq = tl.where(log_den < float("inf"), (c + center) * (gated - gated * gate), 0.0)
+            dq = (c + center) * (gated - gated * gate)
             tl.store(dq_ptr + (t * step + features), dq.to(dq_ptr.dtype.element_ty), inside)
         g = gated
     x = -log_den - R
