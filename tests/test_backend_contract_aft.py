@@ -610,7 +610,10 @@ def test_an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision(s
     key, value = torch.randn(1, 35, mixer.k_proj.out_features), torch.randn(1, 35, WIDTH)
     key[:, 0], value[:, 0], gradients = -30.0, 1e6, []
     double = copy.deepcopy(mixer).cpu().double()
-    for module, name, device, dtype in ((mixer, backend.name, backend.device, FP32), (double, "reference", "cpu", FP64)):
+    for module, name, device, dtype in (
+        (mixer, backend.name, backend.device, FP32),
+        (double, "reference", "cpu", FP64),
+    ):
         given = [x.to(device, dtype).requires_grad_() for x in (key, value)]
         biases = module.biases(given[1], grid_of(module, 35))
         output = mix(Mixing(*given, module.num_heads, biases, module.causal), name)[:, 1:]
