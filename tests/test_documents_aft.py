@@ -50,6 +50,9 @@ def test_position_ids_of_padded_rows_as_gpt_2_takes_them_are_one_document():
         position_ids = (holes.cumsum(1) - 1).masked_fill(holes == 0, elsewhere)
         found, expected = seen(holes, length=6, position_ids=position_ids), seen(holes, length=6)
         assert not found.is_packed and found.position[holes == 1].equal(expected.position[holes == 1])
+    # Padding that starts a document, as in packed rows
+    documents = seen(torch.tensor([[1, 1, 0, 0, 1, 1]]), 1, 6, position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]))
+    assert documents.is_packed and documents.first.tolist() == [[0, 0, 6, 6, 4, 4]]
 
 
 def test_padding_between_tokens_of_a_document_moves_behind_them():

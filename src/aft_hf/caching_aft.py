@@ -24,7 +24,7 @@ SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 
 def _no_inference_tensors() -> Any:
-    """Context for new tensors of a state: inference tensors cannot be updated later."""
+    """Context for new tensors: inference tensors cannot change later."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 

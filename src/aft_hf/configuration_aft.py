@@ -19,8 +19,8 @@ from transformers.generation import GenerationConfig
 
 AFT_TYPES = ("full", "local", "simple", "conv", "alibi")
 
-# The `auto_map` of config.json for each modality: where the Auto classes find the code saved with a checkpoint.
 _HEADS = {"text": ("CausalLM", "SequenceClassification", "TokenClassification"), "image": ("ImageClassification",)}
+# The `auto_map` of config.json for each modality: where the Auto classes find the code saved with a checkpoint.
 AUTO_MAPS = {
     modality: {"AutoModel": "modeling_aft.AFTModel"} | {f"AutoModelFor{x}": f"modeling_aft.AFTFor{x}" for x in heads}
     for modality, heads in _HEADS.items()

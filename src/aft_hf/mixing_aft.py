@@ -178,13 +178,14 @@ def visibility_of(
     elif position_ids is not None:
         if position_ids.shape not in ((batch_size, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
-        starts = (position_ids == 0).expand(batch_size, -1)
-        if mask is not None:  # a row that is one document may have any positions in its padding
-            starts = starts & ((position_ids != mask.cumsum(1) - 1) & (mask != 0)).any(1, keepdim=True)
+        starts, places = (position_ids == 0).expand(batch_size, -1), torch.arange(length, device=position_ids.device)
+        wrong = position_ids != places - torch.where(starts, places, 0).cummax(1).values
+        if mask is not None:  # in one document, padding may have any positions
+            real = mask != 0
+            other = real & (position_ids != real.cumsum(1) - 1)
+            starts = starts & (other.any(1, keepdim=True) | ~wrong.any(1, keepdim=True))
     visibility = Visibility.of(mask, starts)
-    if position_ids is not None and starts is not None and boundaries is None and position_ids.device.type == "cpu":
-        plain = torch.arange(length, device=position_ids.device)
-        wrong = position_ids != plain - torch.where(starts, plain, 0).cummax(1).values
+    if position_ids is not None and boundaries is None and position_ids.device.type == "cpu":
         if visibility is not None:  # they may leave out padding
             wrong &= visibility.real & (position_ids != visibility.position)
         if read(wrong.any()):

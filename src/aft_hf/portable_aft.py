@@ -416,7 +416,7 @@ def causal(
     average = causal_averages(*given, bias, slopes, first, hides_outside).average
     if first is None:
         return finish(query, average, value.dtype)
-    # The query of padding may be NaN, and the gradient of its context.
+    # In padding, the query and the gradient may be NaN.
     hidden = (first > torch.arange(key.shape[1], device=key.device))[..., None]
     query = query if query is None else query.masked_fill(hidden, 0.0)
     return finish(query, average, value.dtype).masked_fill(hidden, 0.0)

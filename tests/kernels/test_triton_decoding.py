@@ -109,17 +109,18 @@ def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed):
 
 @pytest.mark.parametrize("window", (0, 2))
 def test_tokens_that_are_hidden_by_a_key_of_minus_infinity_change_nothing(window):
-    bias, empty = (torch.zeros(1, 1, 1, window + 1) if window else None), AFTLayerState(window)
-    empty.lazy_initialization(torch.zeros(1, 1, 0, 2), torch.zeros(1, 1, 0, 2))
-    keys, values = torch.randn(2, 1, 9, 2)
+    bias, empty = (torch.zeros(1, 1, 1, window + 1, device=DEVICE) if window else None), AFTLayerState(window)
+    empty.lazy_initialization(*torch.zeros(2, 1, 1, 0, 2, device=DEVICE))
+    keys, values = torch.randn(2, 1, 9, 2, device=DEVICE)
     hidden = torch.tensor([0, 3, 4, 7])
     keys[:, hidden], values[:, hidden] = -torch.inf, torch.nan
     found = []
     for step in (launches.causal_state, portable_state):
         state = [getattr(empty, name).clone() for name in SUMS_AND_WINDOW]
         parts = [(x, y) for x, y in zip(keys.split([5, 1, 1, 1, 1], 1), values.split([5, 1, 1, 1, 1], 1))]
-        found.append([step(None, key, value, bias, None, None, False, *state) for key, value in parts])
-    torch.testing.assert_close(*(torch.cat(outputs, 1) for outputs in found))
+        outputs = [step(None, key, value, bias, None, None, False, *state) for key, value in parts]
+        found.append([torch.cat(outputs, 1), *state[:2], state[2] / state[3]])
+    torch.testing.assert_close(*found)
 
 
 def test_half_precision(computed):
