@@ -17,7 +17,7 @@ a_t. `causal_launch.py` launches these kernels.
 """
 
 from .device import EMPTY, INTERPRETED, LOG2E, _divide, _largest, _log2, _once, kernel, tl, triton
-from .walk_kernels import _center, _join, _load_sums, _store_sums
+from .walk_kernels import _join, _load_sums, _store_sums
 
 
 SAFE = tl.constexpr(60.0)  # the largest log-ratio between the reference of a product and its result
@@ -80,6 +80,18 @@ def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOC
     if DOCUMENTS:
         k = tl.where((start > t)[:, None], -float("inf"), k)
     return k, tl.where(k > -float("inf"), v - center[None, :], 0.0)
+
+
+@triton.jit
+def _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists):
+    """The number nearest to 0 between the smallest and the largest value of the tokens that are seen, of those that
+    are finite and not hidden by a key of -inf. An outlier as a center would cost all other values digits.
+    """
+    inside = seen[:, None] & exists[None, :]
+    k, v = _tile(k_ptr, t, kt, keys, inside, -float("inf")), _tile(v_ptr, t, vt, features, inside, 0.0)
+    counts = (tl.abs(v) < float("inf")) & (k > -float("inf"))
+    low, high = tl.min(tl.where(counts, v, float("inf")), 0), tl.max(tl.where(counts, v, -float("inf")), 0)
+    return tl.where(low <= high, tl.minimum(tl.maximum(low, 0.0), high), 0.0)
 
 
 @triton.jit
@@ -177,13 +189,11 @@ def sweep_kernel(
     known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
     center = tl.zeros((BD,), tl.float32)
     if CARRY or not (ALONE or DOCUMENTS):  # otherwise each chunk has its own
-        first = first_chunk * C
-        middle, last = first + C // 2, tl.minimum(first + C, T) - 1
+        t = first_chunk * C + i
+        seen = t < T
         if DOCUMENTS:  # only a document that began before has a center here
-            middle = tl.where(tl.load(first_ptr + b * T + tl.minimum(middle, last)) < first, middle, T)
-            last = tl.where(tl.load(first_ptr + b * T + last) < first, last, T)
-            first = tl.where(tl.load(first_ptr + b * T + first) < first, first, T)
-        center = _center(k_ptr, v_ptr, first, middle, last, T, kt, vt, keys, features, exists)
+            seen = _starts(first_ptr, b, t, T, DOCUMENTS) < first_chunk * C
+        center = _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists)
     if INITIAL:
         M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
         N0 = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
@@ -224,13 +234,12 @@ def sweep_kernel(
             center, M = center - moved, tl.where(kept, M, EMPTY)
             N0, D0 = tl.where(kept, N0 + moved * D0, 0.0), tl.where(kept, D0, 0.0)
         elif DOCUMENTS or ALONE:
-            last = tl.minimum(n * C + C, T) - 1
-            mine = _center(k_ptr, v_ptr, n * C, n * C + C // 2, last, T, kt, vt, keys, features, exists)
+            mine = _center(k_ptr, v_ptr, t, (start <= t) & (t < T), kt, vt, keys, features, exists)
             if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
                 begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
                 kept = begin < oldest
                 # A document may not change the rounding of another one
-                whole = tl.load(first_ptr + b * T + last) <= tl.maximum(oldest, 0)
+                whole = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1) <= tl.maximum(oldest, 0)
                 mine = tl.where(whole, mine, 0.0)
             N0, center = N0 + (center - mine) * D0, mine
         k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
@@ -316,10 +325,7 @@ def sweep_kernel(
         if begins:  # a document begins in the chunk, and only the last one counts later
             bad = _lost(num, den, hidden)
             num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
-            last = tl.minimum(n * C + C, T) - 1
-            next_center = _center(
-                k_ptr, v_ptr, begin, (begin + last) // 2, last, T, kt, vt, keys, features,
-                exists & (begin < T))  # fmt: skip
+            next_center = _center(k_ptr, v_ptr, t, (t >= begin) & (t < T), kt, vt, keys, features, exists)
             M, joining_p, joining_pv, last_p, last_pv = _carried(
                 k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, tl.where(t >= begin, start, T), next_center,
                 tl.zeros((BD,), tl.float32) + EMPTY, PRECISION, DOCUMENTS)  # fmt: skip

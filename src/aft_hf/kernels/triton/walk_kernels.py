@@ -39,24 +39,18 @@ def _group(ptr, t, T, step, features, exists, other: tl.constexpr):
 
 
 @triton.jit
-def _counted(k_ptr, v_ptr, t, T, kt, vt, of_key, features, exists):
-    """The values of a token, and whether they are finite and not hidden by a key of -inf."""
-    k = _row(k_ptr, t, T, kt, of_key, exists, -float("inf")).to(tl.float32)
-    v = _row(v_ptr, t, T, vt, features, exists, 0.0).to(tl.float32)
-    return v, (tl.abs(v) < float("inf")) & (k > -float("inf"))
-
-
-@triton.jit
-def _center(k_ptr, v_ptr, first, middle, last, T, kt, vt, of_key, features, exists):
-    """The median of the values of three tokens that count. An outlier or a mean as center would cost all other values
-    digits.
+def _center_of_two(k_ptr, v_ptr, t, other, T, kt, vt, of_key, features, exists):
+    """The number nearest to 0 between the values of two tokens, of those that are finite and not hidden by a key of
+    -inf. An outlier as a center would cost all other values digits.
     """
-    x, counts_x = _counted(k_ptr, v_ptr, first, T, kt, vt, of_key, features, exists)
-    y, counts_y = _counted(k_ptr, v_ptr, middle, T, kt, vt, of_key, features, exists)
-    z, counts_z = _counted(k_ptr, v_ptr, last, T, kt, vt, of_key, features, exists)
-    other = tl.where(counts_x, x, tl.where(counts_y, y, tl.where(counts_z, z, 0.0)))
-    x, y, z = tl.where(counts_x, x, other), tl.where(counts_y, y, other), tl.where(counts_z, z, other)
-    return tl.maximum(tl.minimum(x, y), tl.minimum(tl.maximum(x, y), z))
+    k, other_k = _row(k_ptr, t, T, kt, of_key, exists, 0.0), _row(k_ptr, other, T, kt, of_key, exists, 0.0)
+    v = _row(v_ptr, t, T, vt, features, exists, 0.0).to(tl.float32)
+    other_v = _row(v_ptr, other, T, vt, features, exists, 0.0).to(tl.float32)
+    none, counts = float("inf"), (tl.abs(v) < float("inf")) & (k.to(tl.float32) > -float("inf"))
+    other_counts = (tl.abs(other_v) < float("inf")) & (other_k.to(tl.float32) > -float("inf"))
+    low = tl.minimum(tl.where(counts, v, none), tl.where(other_counts, other_v, none))
+    high = tl.maximum(tl.where(counts, v, -none), tl.where(other_counts, other_v, -none))
+    return tl.where(low <= high, tl.minimum(tl.maximum(low, 0.0), high), 0.0)
 
 
 @triton.jit
@@ -199,8 +193,7 @@ def walk_kernel(
         if KEEP:
             last = tl.minimum(chunk * C + C, T) - 1
             reference = tl.full((BD,), none, tl.float32)
-            center = _center(
-                k_ptr, v_ptr, chunk * C, chunk * C + C // 2, last, T, kt, vt, of_key, features, exists)  # fmt: skip
+            center = _center_of_two(k_ptr, v_ptr, chunk * C, last, T, kt, vt, of_key, features, exists)
             if DOCUMENTS:  # a chunk of several documents has none, since one may not change the rounding of another
                 whole = tl.load(first_ptr + last) <= chunk * C
                 reference, center = tl.where(whole, reference, 0.0), tl.where(whole, center, 0.0)
