@@ -205,6 +205,7 @@ OF_THE_CONTRACT = [
     ("nan_in_one_row_does_not_reach_another", "local causal"),
     ("nan_and_infinity_are_not_turned_into_numbers", "simple causal", torch.inf, "key"),
     slow(("nan_and_infinity_are_not_turned_into_numbers", "alibi causal", torch.inf, "key")),
+    ("later_tokens_do_not_change_earlier_outputs", "local causal", "1e4 larger"),
     ("an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision", "local causal"),
     slow(("an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision", "simple causal")),
     ("an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision", "conv"),
