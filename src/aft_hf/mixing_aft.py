@@ -166,8 +166,8 @@ def visibility_of(
     if boundaries is not None:
         end = batch_size * length
         known = read(boundaries) if boundaries.device.type == "cpu" and boundaries.dim() == 1 else None  # do not wait
-        wrong = known is not None and (known != sorted(known) or known[:1] != [0] or known[-1:] != [end])
-        if boundaries.dim() != 1 or boundaries.is_floating_point() or wrong:
+        bad = known is not None and (known != sorted(known) or known[:1] != [0] or known[-1:] != [end])
+        if boundaries.dim() != 1 or boundaries.is_floating_point() or bad:
             raise ValueError(
                 f"cu_seq_lens_q must hold integers from 0 to {end}, the number of tokens, in ascending order, got "
                 f"{tuple(boundaries.shape)} {boundaries.dtype}{'' if known is None else f': {shown(known)}'}"
