@@ -45,7 +45,7 @@ def test_position_ids_of_padded_rows_as_gpt_2_takes_them_are_one_document():
         found, expected = seen(mask, length=5, position_ids=position_ids), seen(mask, length=5)
         assert not found.is_packed and found.first.equal(expected.first)
         assert all(map(torch.equal, found.order, expected.order))
-    holes = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 0, 1, 1, 1, 0]])
+    holes = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 1, 0]])
     for elsewhere in (0, 1, 7):
         position_ids = (holes.cumsum(1) - 1).masked_fill(holes == 0, elsewhere)
         found, expected = seen(holes, length=6, position_ids=position_ids), seen(holes, length=6)

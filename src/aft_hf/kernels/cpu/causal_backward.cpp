@@ -107,10 +107,10 @@ class Backward {
 
     // The sums over later queries count from the center and the start of the chunk after this one.
     Sums& later = column.later;
-    const auto value = [&](int i) { return load(sums.v + (reach_ + i) * VL); };
-    const auto sees = [&](int i) { return load(sums.m + (reach_ + i) * VL) != 0.0f; };
-    const int half = count / 2, last = count - 1;
-    const vf center = center_of(value(0), sees(0), value(half), sees(half), value(last), sees(last));
+    Center of_chunk;
+    for (int i : {0, count / 3, 2 * count / 3, count - 1})
+      of_chunk.see(load(sums.v + (reach_ + i) * VL), load(sums.m + (reach_ + i) * VL) != 0.0f);
+    const vf center = of_chunk.value();
     later.numerator += later.denominator * (center - column.center);
     column.center = center;
     sums.far.numerator -= center * sums.far.denominator;

@@ -197,9 +197,9 @@ class Task {
   }
 
   void set_center() {
-    const auto sees = [&](int64_t i) { return features_->of_keys(m_[i]) != 0.0f; };
-    const int64_t half = p.length / 2, last = p.length - 1;
-    center_ = center_of(v_[0], sees(0), v_[half], sees(half), v_[last], sees(last));
+    Center of_values;
+    for (int64_t i = 0; i < p.length; ++i) of_values.see(v_[i], features_->of_keys(m_[i]) != 0.0f);
+    center_ = of_values.value();
   }
 
   void multiply() {

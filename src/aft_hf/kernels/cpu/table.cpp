@@ -299,11 +299,10 @@ class Task {
   }
 
   void find_center() {
-    const int64_t half = p.length / 2 * wide_, last = (p.length - 1) * wide_;
     for (int64_t f = 0; f < wide_; f += VL) {
-      const auto value = [&](int64_t t) { return load(&v_[t + f]); };
-      const auto sees = [&](int64_t t) { return load(&m_[t + f]) != 0.0f; };
-      store(&center_[f], center_of(value(0), sees(0), value(half), sees(half), value(last), sees(last)));
+      Center of_values;
+      for (int64_t t = 0; t < p.length; ++t) of_values.see(load(&v_[t * wide_ + f]), load(&m_[t * wide_ + f]) != 0.0f);
+      store(&center_[f], of_values.value());
     }
   }
 

@@ -253,14 +253,18 @@ static inline vf exp(vf x) {
 
 static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(min(splat(88.0f), -x))); }
 
-// The number from which values count in a backward pass, where terms cancel otherwise: the median of three values, of
-// those that are visible and finite. An outlier as center, or a mean, would cost all other values digits.
-static inline vf center_of(vf a, vi sees_a, vf b, vi sees_b, vf c, vi sees_c) {
-  sees_a &= a - a == 0.0f, sees_b &= b - b == 0.0f, sees_c &= c - c == 0.0f;
-  const vf other = sees_a ? a : sees_b ? b : sees_c ? c : vf{};
-  a = sees_a ? a : other, b = sees_b ? b : other, c = sees_c ? c : other;
-  return max(min(a, b), min(max(a, b), c));
-}
+// The number from which values count in a backward pass, where terms cancel otherwise: the nearest to 0 between the
+// smallest and the largest value. With a mean or an outlier as center, all other values would lose digits.
+struct Center {
+  vf low = splat(INFINITY), high = splat(-INFINITY);
+
+  // Takes in a value, unless it is not finite, which would spread to queries that do not see it.
+  void see(vf value, vi visible) {
+    const vi counts = visible & (value - value == 0.0f);
+    low = counts ? min(low, value) : low, high = counts ? max(high, value) : high;
+  }
+  vf value() const { return low <= high ? min(max(low, vf{}), high) : vf{}; }
+};
 
 // ------------------------------------------------------------------------------------------------- pairs of bfloat16
 
