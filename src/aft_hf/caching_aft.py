@@ -24,7 +24,7 @@ SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 
 def _no_inference_tensors() -> Any:
-    """Context for new tensors: inference tensors cannot change later."""
+    """Context for tensors that may be updated outside of inference mode."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
@@ -75,7 +75,7 @@ class AFTLayerState(CacheLayerMixin):
         self.is_empty = True
 
     def __copy__(self) -> "AFTLayerState":
-        # With its own tensors, since new tokens update them in place outside of inference mode, too.
+        # With its own tensors, since new tokens update them in place.
         other = type(self).__new__(type(self))
         with _no_inference_tensors():
             vars(other).update({name: x.clone() if torch.is_tensor(x) else x for name, x in vars(self).items()})
