@@ -441,8 +441,7 @@ def test_a_cache_with_gradients_takes_tokens_in_inference_mode_and_then_outside_
         assert_near(model(ids[:, 6:], cache=cache).logits, model(ids).logits[:, 6:])
 
 
-@pytest.mark.parametrize("name", ("local", "all portable"))
-@pytest.mark.parametrize(
+changed_cache = pytest.mark.parametrize(
     "change",
     (
         lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
@@ -452,6 +451,21 @@ def test_a_cache_with_gradients_takes_tokens_in_inference_mode_and_then_outside_
     ),
     ids=("reordered", "repeated", "copied", "deeply copied"),
 )
+
+
+@changed_cache
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_a_cache_that_is_changed_without_gradients_keeps_no_graph(change, mode):
+    model, ids = build("local"), tokens(2, 6)
+    cache = model(ids[:, :5], use_cache=True).cache
+    assert cache.layers[0].keys.requires_grad
+    with mode():
+        change(cache)
+    assert not any(x.requires_grad for layer in cache.layers for x in layer._tensors().values())
+
+
+@pytest.mark.parametrize("name", ("local", "all portable"))
+@changed_cache
 def test_a_cache_that_was_changed_in_inference_mode_takes_tokens_outside_of_it(name, change):
     model, ids = build(name), tokens(2, 6)
     with torch.inference_mode():

@@ -5,7 +5,7 @@ none for `simple` and `alibi`, a window for `local` and `conv`, all for `full`.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -23,9 +23,12 @@ from .position_biases_aft import working_dtype
 SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 
+@contextmanager
 def _no_inference_tensors() -> Any:
-    """Context for tensors that may be updated outside of inference mode."""
-    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+    """Leave inference mode, but not no_grad."""
+    enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+        yield
 
 
 class AFTLayerState(CacheLayerMixin):

@@ -48,7 +48,7 @@ class PositionBias:
 
     @property
     def device(self) -> torch.device:
-        """The device on which w is computed."""
+        """The device of w."""
         return next(x.device for x in vars(self).values() if isinstance(x, Tensor))
 
     @property
