@@ -246,6 +246,12 @@ def test_any_length_in_one_segment_or_several(length, size, monkeypatch):
         assert_exact(given)
 
 
+@pytest.mark.parametrize("programs", (1, 2))
+def test_the_gradient_of_w_sums_several_rows_in_a_program(programs, monkeypatch):
+    monkeypatch.setattr(causal_launch, "ENOUGH_PROGRAMS", programs)
+    assert_exact(problem(20, 3, width=4, batch=3, positions=1))  # programs of three rows, and of two rows and one
+
+
 def test_options_name_every_kernel_and_dtype():
     for kernel, entries in OPTIONS.items():
         assert {"bfloat16", "float32"} <= set(entries), kernel

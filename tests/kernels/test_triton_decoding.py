@@ -99,7 +99,8 @@ def test_a_prompt_and_tokens_after_it_are_eq_2(structure, computed):
 
 
 @structures(["local causal", *map(slow, ("alibi causal", "local causal, wide", "conv causal"))])
-def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed):
+def test_a_prompt_in_pieces_with_padding_is_eq_2(structure, computed, monkeypatch):
+    monkeypatch.setattr(launches, "PROGRAMS", 1000)  # several segments
     mixer = build(structure)
     x, mask = torch.randn(3, 50, mixer.hidden_size, device=DEVICE), torch.ones(3, 50, dtype=torch.bool, device=DEVICE)
     mask[0, :2] = mask[1, :43] = False  # the second row begins in the fourth piece

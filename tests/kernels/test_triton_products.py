@@ -141,6 +141,14 @@ def test_tables_equal_eq_2(name):
 
 
 @pytest.mark.slow
+def test_the_gradient_of_w_in_one_part_equals_eq_2(monkeypatch):
+    monkeypatch.setattr(product_launch, "ENOUGH_PROGRAMS", 1)  # as for problems with many programs
+    test_grids_equal_eq_2("a key per head")
+    test_grids_equal_eq_2("heads of one feature")
+    test_tables_equal_eq_2("a key per feature")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "biases"), ((90.0, 1.0), (1.0, 50.0)))
 @pytest.mark.parametrize("problem", ("grid, outside hidden", "causal table"))
 def test_large_keys_and_biases_are_finite_and_right(problem, keys, biases):
