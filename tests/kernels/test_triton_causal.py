@@ -161,6 +161,12 @@ def test_large_numbers_cost_no_precision(changes, size, dtype):
     assert_exact(problem(36, None if size == "alibi" else size, width=4, **changes), dtype, terms)
 
 
+def test_large_keys_cost_no_precision_where_a_program_repairs_several_chunks(monkeypatch):
+    monkeypatch.setattr(causal_launch, "ENOUGH_REPAIRS", 3)
+    # Two of three chunks, then the last
+    assert_exact(problem(70, 4, width=1, batch=2, rows=2, key=lambda x: 90 * x), terms=5.0)
+
+
 def results(given, dtype=FP32):
     """Outputs and the gradients of query, key and value."""
     inputs = [x.to(DEVICE, dtype).requires_grad_() for x in given[:3]]

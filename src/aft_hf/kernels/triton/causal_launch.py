@@ -13,6 +13,7 @@ from .decoding_kernels import state_kernel, step_kernel
 from .kept import kept_like
 from .options import CHUNK, PROGRAMS, options
 from .sweep_kernels import (
+    GROUP,
     repair_backward_kernel,
     repair_kernel,
     sweep_backward_kernel,
@@ -35,8 +36,8 @@ def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.contiguous()
 
 
-# Programs of the gradient of w to aim at
-ENOUGH_PROGRAMS = 1024
+# Programs to aim at: of the gradient of w, and of the repair kernels
+ENOUGH_PROGRAMS, ENOUGH_REPAIRS = 1024, 4096
 
 
 def segments(value: torch.Tensor, block: int, warps: int, most: int = 64) -> tuple[int, int]:
@@ -170,6 +171,9 @@ class Sweep:
         self.repair = {name: x for name, x in self.common.items() if name != "PRECISION"}
         self.repair |= options("repair_kernel", value, first)
         self.programs = self.batch * window.heads * self.blocks
+        # Chunks of a program of the repair kernels, which mostly has nothing to do
+        self.each = min(GROUP.value, max(1, self.programs * self.chunks // ENOUGH_REPAIRS))
+        self.repairs = self.programs * -(-self.chunks // self.each)
         self.tiles = self._tiles(window, first, shape | {"INITIAL": initial}, backward)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -219,9 +223,9 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     constants |= {"INITIAL": state is not None and far}
     sweep_kernel[(at.programs * count,)](*given, *before, *sizes, *strides, **constants)
     given = query, key, value, window.tensor, tiles.top, first, output, *of_kept, *flags
-    sizes = at.length, at.chunks, at.tiles_per_row, at.width, *window.numbers, at.rows
+    sizes = at.length, at.chunks, at.tiles_per_row, at.width, *window.numbers, at.rows, at.each
     constants = at.repair | {"KEEP": kept is not None, "INITIAL": state is not None}
-    repair_kernel[(at.programs * at.chunks,)](*given, *sizes, *strides, **constants)
+    repair_kernel[(at.repairs,)](*given, *sizes, *strides, **constants)
     return output
 
 
@@ -259,8 +263,8 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
         sweep_backward_kernel[(totals,)](*given, *sizes, count - 1, *others, TOTALS=True, **constants)
     sweep_backward_kernel[(at.programs * count,)](*given, *sizes, count, *others, TOTALS=False, **constants)
     given = *tensors, window.tensor, tiles.top, first, grad_key, grad_value, *flags
-    numbers = *window.numbers, at.rows
-    repair_backward_kernel[(at.programs * at.chunks,)](*given, *sizes, *numbers, *strides, **at.repair)
+    numbers = *window.numbers, at.rows, at.each
+    repair_backward_kernel[(at.repairs,)](*given, *sizes, *numbers, *strides, **at.repair)
     if bias_needed:
         of_window = _window_gradient(at, tensors, window, first, strides)
     if shared:

@@ -22,6 +22,7 @@ from .walk_kernels import _join, _load_sums, _store_sums
 
 SAFE = tl.constexpr(60.0)  # the largest log-ratio between the reference of a product and its result
 TINY = tl.constexpr(8.8e-27)  # exp(-SAFE)
+GROUP = tl.constexpr(8)  # chunks of a program of the repair kernels, at most
 
 
 @triton.jit
@@ -370,64 +371,77 @@ def sweep_kernel(
         center = next_center
 
 
+@triton.jit
+def _flagged(flag_ptr, begin, end, D, features, exists):
+    """Whether features of the chunks from `begin` up to `end`, at most GROUP, are flagged."""
+    n = begin + tl.arange(0, GROUP)
+    flags = tl.load(flag_ptr + n[:, None] * D + features[None, :], (n < end)[:, None] & exists[None, :], 0)
+    return tl.max(tl.max(flags.to(tl.int32), 1), 0) > 0
+
+
 @kernel
 def repair_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, top_ptr, first_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr, state_ptr,
-    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, qb, qt, kb, kt, vb, vt,
+    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, each, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
     ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
     INITIAL: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of the flagged features of a chunk key by key."""
-    b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
-    of_chunk = (b * N + n) * D + features
-    bad = exists & (tl.load(flag_ptr + of_chunk, exists, 0) != 0)
-    if tl.max(bad.to(tl.int32)) > 0:
-        i = tl.arange(0, C)
-        t, oldest = n * C + i, (n - NEAR) * C
-        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+    """Compute the outputs of the flagged features of `each` chunks key by key."""
+    b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    # The outputs of the `past` tokens of a state are not used
+    begin, end = tl.maximum(group * each, past // C), tl.minimum(group * each + each, N)
+    if _flagged(flag_ptr + b * N * D, begin, end, D, features, exists):
         w_ptr += b * w_row + head * w_head
-        num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-        top = tl.zeros((C, BD), tl.float32) + EMPTY
-        state_at = state_ptr + (b * N + n) * 4 * D + features
-        center = tl.load(state_at + 3 * D, bad, 0.0)
-        if not ALONE:
-            seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
-            if INITIAL:
-                seen = (start <= t)[:, None] & bad[None, :]
-            top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
-            num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
-            den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
-        for u in range(tl.maximum(oldest, 0), tl.minimum(n * C + C, T)):
-            there = bad
-            if DOCUMENTS:
-                there = bad & (tl.load(first_ptr + b * T + u) <= u)
-            k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
-            v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
-            v = tl.where(k > -float("inf"), v - center, 0.0)
-            w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
-            seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
-            logit = tl.where(seen, k[None, :] + w, EMPTY)
-            new = tl.maximum(top, logit)
-            old, p = tl.exp2((top - new) * LOG2E), tl.where(seen, tl.exp2(((k[None, :] - new) + w) * LOG2E), 0.0)
-            num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
-        some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
-        den = tl.where(some, den, 1.0)
-        c = tl.where(some, num / den, -center[None, :])
-        y = c + center[None, :]
-        if GATED:
-            y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
-        tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
-        if KEEP:
-            tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
-            largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
-            if ALONE or (DOCUMENTS and NEAR != 1):
-                largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
-                largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
-                tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
-            log_den = ((top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]) * LOG2E + tl.log2(den)
-            tl.store(c_ptr + b * T * D + at, c, inside)
-            tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
+        for n in range(begin, end):
+            bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
+            if tl.max(bad.to(tl.int32)) > 0:
+                i = tl.arange(0, C)
+                t, oldest = n * C + i, (n - NEAR) * C
+                start = _starts(first_ptr, b, t, T, DOCUMENTS)
+                num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+                top = tl.zeros((C, BD), tl.float32) + EMPTY
+                state_at = state_ptr + (b * N + n) * 4 * D + features
+                center = tl.load(state_at + 3 * D, bad, 0.0)
+                if not ALONE:
+                    seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
+                    if INITIAL:
+                        seen = (start <= t)[:, None] & bad[None, :]
+                    top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
+                    num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+                    den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+                for u in range(tl.maximum(oldest, 0), tl.minimum(n * C + C, T)):
+                    there = bad
+                    if DOCUMENTS:
+                        there = bad & (tl.load(first_ptr + b * T + u) <= u)
+                    k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
+                    v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
+                    v = tl.where(k > -float("inf"), v - center, 0.0)
+                    w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
+                    seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
+                    logit = tl.where(seen, k[None, :] + w, EMPTY)
+                    new = tl.maximum(top, logit)
+                    old, p = tl.exp2((top - new) * LOG2E), tl.exp2(((k[None, :] - new) + w) * LOG2E)
+                    p = tl.where(seen, p, 0.0)
+                    num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
+                some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
+                den = tl.where(some, den, 1.0)
+                c = tl.where(some, num / den, -center[None, :])
+                y = c + center[None, :]
+                if GATED:
+                    y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
+                tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
+                if KEEP:
+                    tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
+                    largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
+                    if ALONE or (DOCUMENTS and NEAR != 1):
+                        largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
+                        largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
+                        tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
+                    log_den = (top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]
+                    log_den = log_den * LOG2E + tl.log2(den)
+                    tl.store(c_ptr + b * T * D + at, c, inside)
+                    tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -689,56 +703,59 @@ def sweep_backward_kernel(
 @kernel
 def repair_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dk_ptr, dv_ptr, flag_ptr, state_ptr,
-    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, gb, gt, qb, qt, kb, kt, vb, vt,
+    T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, each, gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
     ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the flagged features of a chunk of keys query by query."""
-    b, n, head, features, exists, keys = _program(N, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
-    bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
-    if tl.max(bad.to(tl.int32)) > 0:
-        i = tl.arange(0, C)
-        u, row = n * C + i, b * T * D
+    """Compute the gradients of the flagged features of `each` chunks of keys query by query."""
+    b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    begin, end = group * each, tl.minimum(group * each + each, N)
+    if _flagged(flag_ptr + b * N * D, begin, end, D, features, exists):
         w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 3 * D
-        reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
-        center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
-        k, v = _keys(
-            k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad, _starts(first_ptr, b, u, T, DOCUMENTS),
-            center, DOCUMENTS)  # fmt: skip
-        of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-        if not ALONE:
-            state_at = state_ptr + (b * N + n) * 4 * D + features
-            e = (k - reference[None, :]) * LOG2E
-            if DOCUMENTS:
-                e += tl.load(state_at, bad, EMPTY)[None, :]
-            seen = (k > -float("inf")) & bad[None, :]
-            if DOCUMENTS:
-                seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
-            e = tl.exp2(e)
-            of_num = tl.where(seen, e * tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
-            of_den = tl.where(seen, e * tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
-        for t in range(n * C, tl.minimum((n + NEAR + 1) * C, T)):
-            start = 0
-            if DOCUMENTS:
-                start = tl.load(first_ptr + b * T + t).to(tl.int32)
-            tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
-            w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
-            w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
-            g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
-            if GATED:
-                g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
-            of_queries = r_ptr + t // C * 3 * D + features
-            c = tl.load(c_ptr + row + t * D + features, bad, 0.0)
-            c += tl.load(of_queries + D, bad, 0.0) - center
-            log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
-            e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
-            seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
-            a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
-            of_num += tl.where(seen, a, 0.0)
-            of_den += tl.where(seen, a * c[None, :], 0.0)
-        inside, at = (u < T)[:, None] & bad[None, :], u[:, None] * D + features[None, :]
-        tl.store(dv_ptr + row + at, of_num.to(dv_ptr.dtype.element_ty), inside)
-        tl.store(dk_ptr + row + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+        for n in range(begin, end):
+            bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
+            if tl.max(bad.to(tl.int32)) > 0:
+                i = tl.arange(0, C)
+                u, row = n * C + i, b * T * D
+                reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
+                center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
+                k, v = _keys(
+                    k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad,
+                    _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
+                of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+                if not ALONE:
+                    state_at = state_ptr + (b * N + n) * 4 * D + features
+                    e = (k - reference[None, :]) * LOG2E
+                    if DOCUMENTS:
+                        e += tl.load(state_at, bad, EMPTY)[None, :]
+                    seen = (k > -float("inf")) & bad[None, :]
+                    if DOCUMENTS:
+                        seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
+                    e = tl.exp2(e)
+                    of_num = tl.where(seen, e * tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+                    of_den = tl.where(seen, e * tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+                for t in range(n * C, tl.minimum((n + NEAR + 1) * C, T)):
+                    start = 0
+                    if DOCUMENTS:
+                        start = tl.load(first_ptr + b * T + t).to(tl.int32)
+                    tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
+                    w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
+                    w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
+                    g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
+                    if GATED:
+                        g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
+                    of_queries = r_ptr + t // C * 3 * D + features
+                    c = tl.load(c_ptr + row + t * D + features, bad, 0.0)
+                    c += tl.load(of_queries + D, bad, 0.0) - center
+                    log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
+                    e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
+                    seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
+                    a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
+                    of_num += tl.where(seen, a, 0.0)
+                    of_den += tl.where(seen, a * c[None, :], 0.0)
+                inside, at = (u < T)[:, None] & bad[None, :], u[:, None] * D + features[None, :]
+                tl.store(dv_ptr + row + at, of_num.to(dv_ptr.dtype.element_ty), inside)
+                tl.store(dk_ptr + row + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
