@@ -43,7 +43,7 @@ from aft_hf.tuning.evaluation import evaluate_classifier
 
 
 SIZES = ["--kernel-size", 7, "--num-heads", 32]  # of the AFT-convs
-CLI = ["-m", "aft_hf.cli"]
+CLI = ["-m", "aft_hf"]
 VIT, RANDOM, PAPER, ATTENTION = "the ViT", "random weights", "`--init paper`", "`--init attention`"
 REPORTED = (0, 1, 2, 5)  # epochs
 IMAGE_SIZES = (24, 32, 40, 48, 64)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from transformers import AutoConfig
 from aft_hf.benchmarking import machine
 from aft_hf.conversion import save_converted
 from aft_hf.conversion.deit import convert_deit
-from aft_hf.training.loop import versions
 from aft_hf.training.recipe import Recipe, build_recipe
 from scripts.benchmark.page import read_records, write_records
 
@@ -140,7 +140,7 @@ class Runner:
         else:
             found = _measure_speed(run.arm, self.smoke)
         record = {"arm": run.name, "seed": run.seed, "rate": run.rate, "identity": self.digest(run)}
-        return record | {"device": machine(), "versions": {name: versions()[name] for name in VERSIONS}} | found
+        return record | {"device": machine(), "versions": {name: version(name) for name in VERSIONS}} | found
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a record to records.json."""

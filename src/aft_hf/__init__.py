@@ -27,29 +27,20 @@ from .modeling_aft import (
 from .parallel import context_parallel, local_shard
 
 
-def _register() -> None:
-    """Register AFT with the Auto classes, so that `from_pretrained` and `pipeline` resolve `model_type` "aft"."""
-    auto.AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
-    auto.AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
-    auto.AutoBackbone.register(AFTConfig, AFTBackbone, exist_ok=True)
-    auto.AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)
-    auto.AutoModelForImageClassification.register(AFTConfig, AFTForImageClassification, exist_ok=True)
-    auto.AutoModelForSequenceClassification.register(AFTConfig, AFTForSequenceClassification, exist_ok=True)
-    auto.AutoModelForTokenClassification.register(AFTConfig, AFTForTokenClassification, exist_ok=True)
-    auto.AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
-    processors: dict[str, type] = {"pil": ViTImageProcessorPil}
-    if is_torchvision_available():
-        from transformers import ViTImageProcessor
+# Register AFT with the Auto classes, so that `from_pretrained` and `pipeline` resolve `model_type` "aft".
+auto.AutoConfig.register(AFTConfig.model_type, AFTConfig, exist_ok=True)
+auto.AutoTokenizer.register(AFTConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
+_processors: dict[str, type] = {"pil": ViTImageProcessorPil}
+if is_torchvision_available():
+    from transformers import ViTImageProcessor
 
-        processors["torchvision"] = ViTImageProcessor
-    auto.AutoImageProcessor.register(AFTConfig, image_processor_classes=processors, exist_ok=True)
-    # `transformers serve` and TRL look up the class that config.json names in the module transformers. (transformers
-    # replaces itself in `sys.modules` when some of its submodules are imported, so an earlier reference may be stale.)
-    for model in (AFTModel, *HEADS):
-        setattr(sys.modules["transformers"], model.__name__, model)
-
-
-_register()
+    _processors["torchvision"] = ViTImageProcessor
+auto.AutoImageProcessor.register(AFTConfig, image_processor_classes=_processors, exist_ok=True)
+# `transformers serve` and TRL look up the class that config.json names in the module transformers. (transformers
+# replaces itself in `sys.modules` when some of its submodules are imported, so an earlier reference may be stale.)
+for _model in (AFTModel, AFTBackbone, *HEADS):
+    getattr(auto, str(_model._auto_class)).register(AFTConfig, _model, exist_ok=True)
+    setattr(sys.modules["transformers"], _model.__name__, _model)
 
 __all__ = [
     "AFTAlibi",

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 from transformers.utils import logging
 
@@ -57,13 +56,12 @@ def no_bars_in_logs() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if "datasets" in sys.modules:
         sys.modules["datasets"].disable_progress_bars()
-    disable_progress_bars()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # and those of huggingface_hub
 
 
-def plain_console(**options: Any) -> Console:
+def plain_console() -> Console:
     """A console that prints text as it is. By default, rich reads brackets, as in file names, as markup."""
-    return Console(markup=False, emoji=False, highlight=False, **options)
+    return Console(markup=False, emoji=False, highlight=False)
 
 
 @contextmanager

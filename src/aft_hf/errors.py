@@ -1,8 +1,4 @@
-"""The wording of errors: any exception of a library becomes a one-line message for the user.
-
-`explained` guards reads by other libraries: it converts any exception to a one-line error. The other functions shorten
-the messages of exceptions, and of the problems that pydantic finds in a document, to one line.
-"""
+"""The wording of errors: any exception of a library becomes a one-line message for the user."""
 
 import errno
 import re

@@ -1,7 +1,6 @@
-"""Reading untrusted files: each becomes a value of a declared type, or an error of one line.
+"""Reading untrusted files of any content: each becomes a value of a declared type, or an error of one line.
 
-A JSON document of any content, size or depth either becomes a `Document` with the declared types, or raises an error.
-Where a function takes the class of the error, that is `UnreadableError` by default.
+The class of the error is `UnreadableError`, unless a function is given another one.
 """
 
 from io import StringIO
@@ -48,12 +47,6 @@ def _at_most(largest: int) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-def _whole(value: float) -> float:
-    if value < 1 or value % 1:
-        raise ValueError("must be a whole number of at least 1")
-    return value
 
 
 def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -110,7 +103,7 @@ class TokenizerConfig(Document):
     """Schema of tokenizer_config.json: the class, and the maximum length."""
 
     tokenizer_class: str | None = None
-    model_max_length: Annotated[Number, AfterValidator(_whole)] | None = None
+    model_max_length: Annotated[Number, Field(ge=1, multiple_of=1)] | None = None
 
 
 class WeightsIndex(Document):

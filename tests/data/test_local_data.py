@@ -448,9 +448,10 @@ def test_a_cell_that_holds_no_image_is_refused_with_its_row_and_column(tmp_path,
     samples = RowSamples(rows, lambda row, key: image_of(row, "image"), ["image"])
     told = {bytes: "cannot be read as an image", str: "no file: no such file in the working directory"}
     other = "has no image in column 'image'" + ("" if value is None else " but .*: give a column of images, of image")
-    with pytest.raises(ImageError, match=f"^row 0: .*{told.get(type(value), other)}"):
-        samples[0]
-    parquet.write_table(rows.data.table, tmp_path / "rows.parquet")
-    if type(value) in (int, list):
-        with pytest.raises(ValueError, match=r"none of its columns holds images: image \((int64|List.*)\)"):
-            ImagesOnDisk(tmp_path / "rows.parquet")
+    parquet.write_table(rows.data.table, path := tmp_path / "rows.parquet")
+    for images, place in ((samples, "^row 0"), (ImagesOnDisk(path), f"^{path}, row 0")):
+        with pytest.raises(ImageError, match=f"{place}: .*{told.get(type(value), other)}"):
+            images[0]
+    parquet.write_table(rows.rename_column("image", "picture").data.table, path)
+    with pytest.raises(ValueError, match=r"rows\.parquet: the image data has no column 'image', it has 'picture'"):
+        ImagesOnDisk(path)

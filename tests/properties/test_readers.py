@@ -134,7 +134,7 @@ FOUND = [
     ("publish text", "generation_config.json", (), None, "cannot be loaded"),
     ("publish text", TOKENIZER, ("tokenizer_class",), [1], "tokenizer_class=[1]"),
     ("evaluate text", TOKENIZER, ("model_max_length",), "long", "model_max_length='long': must be a valid number"),
-    ("visualize text", TOKENIZER, ("model_max_length",), 0, "model_max_length=0: must be a whole number of at least"),
+    ("visualize text", TOKENIZER, ("model_max_length",), 0, "model_max_length=0: must be greater than or equal to 1"),
     ("evaluate text", "tokenizer.json", ("pre_tokenizer",), PANICS, "retry-limit"),
     ("evaluate vit", PROCESSOR, ("size",), 10**9, "size="),
     ("convert vit", PROCESSOR, ("image_std",), "text", "image_std='text'"),

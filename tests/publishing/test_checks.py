@@ -53,7 +53,7 @@ OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
         ("config.json", changed(num_hidden_layers=1), "are unexpected"),
         ("preprocessor_config.json", changed(image_processor_type="No"), "cannot be loaded by AutoImageProcessor"),
         ("config.json", Path.unlink, "config.json: is missing"),
-        ("model.safetensors", Path.unlink, "model.safetensors: is missing"),
+        ("model.safetensors", Path.unlink, "no file named model.safetensors"),
         ("modeling_aft.py", Path.unlink, "does not load without aft_hf"),
         ("preprocessor_config.json", Path.unlink, "save the image processor beside the model"),
         ("README.md", Path.unlink, "README.md: is missing"),

@@ -45,8 +45,7 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
             kernels = mixer.kernel_bias()
             w = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
         else:
-            has_limit = model.config.modality == "image" or hasattr(model.config, "max_position_embeddings")
-            w = mixer.position_bias(model.config.max_positions if has_limit else UNLIMITED_LENGTH)
+            w = mixer.position_bias(getattr(model.config, "max_positions", UNLIMITED_LENGTH))
         maps.append(VALUES[values](w).float().cpu())
     return maps
 

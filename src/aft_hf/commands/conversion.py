@@ -153,8 +153,7 @@ def _refuse_unused(context: typer.Context, distill: bool, init: str) -> None:
         if not distill:
             needs["images"] = "--distill or --init attention"
     sources = {name: context.get_parameter_source(name) for name in needs}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if given:
+    if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
         raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))
 
 

@@ -82,9 +82,8 @@ def _inside(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a ViT without the names of the modules around it, and without counters of wrappers."""
     for name, tensor in tensors.items():
-        is_fraction = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        if tensor.dim() == 0 and (COUNTER.fullmatch(name) or not is_fraction):  # other scalars may be weights
-            continue
+        if tensor.dim() == 0 and (COUNTER.fullmatch(name) or not tensor.is_floating_point()):
+            continue  # other scalars may be weights
         if name.startswith(prefix):
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)

@@ -10,10 +10,6 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import PARQUET, ImageError, list_images, open_image
 from ..data.image_size import pixel_values
-from ..errors import shortened
-
-
-FILES = ("binary", "large_binary", "string", "large_string")  # types of columns of files or their paths
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
@@ -39,15 +35,12 @@ class ImagesOnDisk(Sequence[Image.Image]):
         self.path = path
         self.images: Sequence[Any] = list_images(Path(path))
         if self.images[0].suffix.lower() == PARQUET:
-            from ..data.loading import is_image, load_local  # needs the extra "train"
+            from ..data.loading import is_image, load_local, require_column  # needs the extra "train"
 
             rows: Any = load_local(path)
-            types = {name: getattr(feature, "dtype", feature) for name, feature in rows.features.items()}
-            columns = [name for name, feature in rows.features.items() if is_image(feature)]
-            if not (columns := columns + ["image"] * (types.get("image") in FILES)):
-                known = ", ".join(f"{name} ({kind})" for name, kind in types.items())
-                raise ValueError(f"{path}: none of its columns holds images: {shortened(known)}")
-            self.images = rows[columns[0]]  # decodes an image when it is accessed
+            column = next((name for name, feature in rows.features.items() if is_image(feature)), "image")
+            require_column({"image": rows}, column, str(path))
+            self.images = rows[column]  # decodes an image when it is accessed
 
     def __len__(self) -> int:
         return len(self.images)

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import apply_renamings
 
 from ..position_biases_aft import widen
 from .report import ConversionError
@@ -19,8 +18,9 @@ DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
 POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
 PATCHES = "embeddings.patch_embeddings.projection.weight"
 
-# Names of timm, the original DeiT and DINOv2, and those of transformers in memory.
+# Parts of names of timm, the original DeiT and DINOv2, and those of transformers in memory.
 TO_TRANSFORMERS = {
+    r"^(vit|deit|dinov2)\.": "",
     r"^cls_token": "embeddings.cls_token",
     r"^dist_token": DISTILLATION_TOKEN,
     r"^pos_embed": POSITIONS,
@@ -60,14 +60,6 @@ class Part(NamedTuple):
     sources: tuple[str, ...]
 
 
-@cache
-def _renamings() -> list[WeightRenaming]:
-    """Return the renamings to the names of transformers in memory: those of its own files, and ours."""
-    own = get_checkpoint_conversion_mapping("ViTModel")
-    more = [WeightRenaming(old, new) for old, new in TO_TRANSFORMERS.items()]
-    return [WeightRenaming(r"^(?:vit|deit|dinov2)\.", ""), *own, *more]
-
-
 def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
     """Return the tensors of a ViT by their names in transformers, made of the tensors of a checkpoint.
 
@@ -76,8 +68,9 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
     """
     found: dict[str, Part] = {}
     scales: dict[str, str] = {}
+    of_files = get_checkpoint_conversion_mapping("ViTModel")  # names of transformers' own files
     for name, tensor in tensors.items():
-        known = apply_renamings(name, _renamings())
+        known = renamed(apply_renamings(name, of_files), TO_TRANSFORMERS)
         if match := re.search(LAYER_SCALE, known):
             scales[f"{known[: match.start()]}.{SCALED[match[match.lastindex or 0]]}"] = name
             continue

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,7 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # Windows deletes it at the release
-            (directory / LOCK).unlink()
+        (directory / LOCK).unlink(missing_ok=True)
         lock.release()
 
 

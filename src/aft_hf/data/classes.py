@@ -1,7 +1,8 @@
-"""Classes: names and numbers of class labels, lists of them for messages, and which models choose one class."""
+"""Classes: names and numbers of class labels, and which models choose one class."""
 
 import re
 from collections.abc import Sequence
+from reprlib import repr as shown
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -9,7 +10,6 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-SHOWN = 5
 NUMBER = re.compile(r"(?:LABEL_)?(\d+)")
 
 
@@ -46,7 +46,7 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
     theirs, ours = ([name for _, name in sorted((each.id2label or {}).items())] for each in (teacher, student))
-    both = f"the teacher has the {len(theirs)} classes {listed(theirs)}, the model {len(ours)}: {listed(ours)}"
+    both = f"the teacher has the {len(theirs)} classes {shown(theirs)}, the model {len(ours)}: {shown(ours)}"
     numbers = list(range(len(ours)))
     if theirs == ours:
         return numbers
@@ -71,9 +71,3 @@ def by_number(labels: Sequence[str], count: int) -> list[str]:
     """
     known = {int(NUMBER.sub(r"\1", label)): label for label in reversed(labels)}
     return [known.get(number, "") for number in range(count)]
-
-
-def listed(labels: Sequence[str]) -> str:
-    """Return the first few labels and their total number as text."""
-    more = f" ... ({len(labels)} in all)" if len(labels) > SHOWN else ""
-    return f"{', '.join(repr(str(label)) for label in labels[:SHOWN])}{more}"

@@ -6,7 +6,6 @@ import re
 import stat
 import warnings
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -51,13 +50,10 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
             pixels whose range of values is unknown, for example of 32 bits.
     """
     name = shortened(name or ("an image" if isinstance(source, bytes) else str(source)))
-    if not isinstance(source, bytes):
-        check_file(source, name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd files, and about sizes that are refused below
-            with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
-                return _decoded(file, name)
+            return _decoded(source if isinstance(source, bytes) else check_file(source, name).read_bytes(), name)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -151,8 +147,7 @@ def _check_exif(size: int, name: str) -> None:
         raise ImageError(f"{name}: has more than {MAX_EXIF} bytes of EXIF data; remove them")
 
 
-def _decoded(file: BinaryIO, name: str) -> Image.Image:
-    content = file.read()
+def _decoded(content: bytes, name: str) -> Image.Image:
     if content.startswith(b"\xff\xd8") and (scans := sum(1 for _ in SCAN.finditer(content))) > MAX_SCANS:
         raise ImageError(f"{name}: is a JPEG of {scans} scans; at most {MAX_SCANS} are read: save it again")
     header = _Header(content, name)

@@ -24,8 +24,7 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
     resized: Any = copy.deepcopy(processor)  # the base class does not declare the sizes
     height, width = size
     if getattr(resized, "do_center_crop", False):
-        crop = dict(resized.crop_size)
-        ratio = max(size) / max(crop["height"], crop["width"])
+        ratio = max(size) / max(resized.crop_size["height"], resized.crop_size["width"])
         resized.size = {side: math.floor(length * ratio) for side, length in dict(resized.size).items() if length}
         resized.crop_size = {"height": height, "width": width}
     else:

@@ -5,18 +5,15 @@ Synthetic data are for trying out recipes without a download: `data.train: gener
 
 import re
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pandas
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Json, LargeList, List, Value, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset
 from datasets.data_files import DataFilesDict, DataFilesList
-from datasets.features.features import require_decoding
-from datasets.io.json import JsonDatasetReader
-from datasets.io.parquet import ParquetDatasetReader
+from datasets.features.features import require_storage_embed
 from PIL import Image as PILImage
 from transformers.utils import logging
 
@@ -30,7 +27,7 @@ from .text import cached
 logger = logging.get_logger(__name__)
 
 
-READERS = {PARQUET: ParquetDatasetReader, ".json": JsonDatasetReader, ".jsonl": JsonDatasetReader}
+READERS = {PARQUET: Dataset.from_parquet, ".json": Dataset.from_json, ".jsonl": Dataset.from_json}
 FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
 SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders
 
@@ -102,9 +99,9 @@ def _own_cache(name: str, config_name: str | None) -> str | None:
     """
     if not Path(name).is_dir():
         return None
-    files = chain(*(datasets.load_dataset_builder(name, config_name).config.data_files or {}).values())
-    tables = [file for file in files if Path(file).suffix.lower() not in SUFFIXES]
-    return str(cached((load_named.__name__, [sha256(Path(file)) for file in tables]), "rows"))
+    splits = datasets.load_dataset_builder(name, config_name).config.data_files or {}
+    tables = [path for files in splits.values() for path in map(Path, files) if path.suffix.lower() not in SUFFIXES]
+    return str(cached((load_named.__name__, [sha256(path) for path in tables]), "rows"))
 
 
 def check_named(name: str) -> None:
@@ -155,7 +152,7 @@ def _read_files(files: Sequence[Path]) -> Dataset:
         raise ValueError(f"the path {odd[0]} contains '::', which datasets reads as a chained URL; rename it")
     versions = [(sha256(file),) for file in files]  # for the cache: a copied file may keep its time and size
     data_files = DataFilesDict(train=DataFilesList(names, versions))
-    return READERS[files[0].suffix.lower()](data_files, split="train").read()
+    return READERS[files[0].suffix.lower()](data_files, split="train")
 
 
 def _read_table(path: Path) -> Dataset:
@@ -189,13 +186,12 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
 def with_safe_images(rows: Dataset) -> Dataset:
     """Return the same rows with an `ImageColumn` in place of each column of images.
 
-    Other columns that `datasets` would decode, such as audio and lists of images, are left out: their paths may be
-    addresses.
+    Other columns of files, such as audio and lists of images, are left out: their paths may be addresses.
     """
     for name, feature in rows.features.items():
         if is_image(feature):
             rows = rows.cast_column(name, ImageColumn())
-        elif _opens_files(feature):
+        elif require_storage_embed(feature):  # of files, also in lists
             rows = rows.remove_columns(name)
     return rows
 
@@ -205,14 +201,6 @@ def is_image(feature: Any) -> bool:
     types = {name: getattr(part, "dtype", "") for name, part in feature.items()} if isinstance(feature, dict) else {}
     stored = types.keys() == {"bytes", "path"} and types["bytes"] in ("binary", "large_binary", "null")
     return isinstance(feature, Image) or (stored and types["path"] in ("string", "large_string", "null"))
-
-
-def _opens_files(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return any(map(_opens_files, feature.values()))
-    if isinstance(feature, (List, LargeList)):
-        return _opens_files(feature.feature)
-    return require_decoding(feature) and not isinstance(feature, Json)
 
 
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from tempfile import TemporaryDirectory
@@ -46,9 +45,7 @@ def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
 
 def cached(given: tuple[Any, ...], suffix: str) -> Path:
     """Return the path of a file in the cache of `datasets` for what is computed from the given values."""
-    directory = Path(datasets.config.HF_DATASETS_CACHE) / "aft_hf"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"{Hasher.hash(given)}.{suffix}"
+    return Path(datasets.config.HF_DATASETS_CACHE, "aft_hf", f"{Hasher.hash(given)}.{suffix}")
 
 
 def join_texts(dataset: datasets.Dataset, column: str) -> Path:
@@ -88,8 +85,8 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
 def token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     """Return the tokens of each text, without special tokens; the tokenizer runs within the limits of `limited`."""
     size = sum(len(text.encode()) for text in texts)
-    read = partial(tokenizer, texts, add_special_tokens=False, verbose=False)
-    return limited(lambda: read()["input_ids"], tokenizer.name_or_path, size)
+    options = {"add_special_tokens": False, "verbose": False}
+    return limited(lambda: tokenizer(texts, **options)["input_ids"], tokenizer.name_or_path, size)
 
 
 def _character_start(path: Path, byte: int) -> int:

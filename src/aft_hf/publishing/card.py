@@ -1,5 +1,6 @@
 """The model card, README.md with metadata for the Hub, generated from the files beside the model."""
 
+import html
 import os
 import re
 from pathlib import Path
@@ -10,11 +11,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
-from ..errors import described
+from ..errors import described, printable
 from ..loading import read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
-from .escaping import code, escaped, plain, quoted
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
 from .folder import PublishError, misplaced_files
 
@@ -43,6 +43,11 @@ TASKS = {
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
+# Characters with a meaning inside a line of Markdown, including tables, strikethrough and formulas. An underscore
+# between letters has none.
+SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|!(?=\[)")
+# Parts of text that become links without any markup.
+BARE_LINKS = re.compile(r":(?=//)|@|(?<=www)\.", re.IGNORECASE)
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
@@ -76,9 +81,8 @@ def build_card(
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
         raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
-    name, task = source.split("/")[-1], PIXELS if facts.is_pixels else TASKS[kind]
+    name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
     terms = _license(directory, license, facts)
-    pictures = [file for file in PICTURES if (directory / file).is_file()]
     types = set(config.layer_aft_types)
     return ModelCard.from_template(
         _metadata(facts, name, task, terms),
@@ -90,6 +94,7 @@ def build_card(
         no_license="" if terms else NO_LICENSE,
         facts=facts,
         config=config,
+        is_text=config.modality == "text",
         kind=f"AFT-{'/'.join(sorted(types))}",
         task=task,
         pipeline=facts.architecture != "AFTModel",
@@ -99,12 +104,11 @@ def build_card(
         side=facts.pixel_side,
         size=" x ".join(map(str, pair(config.image_size))),
         conversion_file=REPORT_NAME,
-        pictures=[{"file": file, "name": _label(Path(file).stem), "text": PICTURES[file]} for file in pictures],
+        pictures={file: text for file, text in PICTURES.items() if (directory / file).is_file()},
         hub_link=_hub_link,
         data_of=lambda fact: _data(facts, fact),
         label=_label,
-        escaped=escaped,
-        quoted=quoted,
+        escaped=_escaped,
     )
 
 
@@ -155,11 +159,11 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> Mode
     results = [
         EvalResult(
             task_type=task,
-            dataset_type=plain(facts.dataset),
-            dataset_name=plain(facts.dataset.split("/")[-1]),
+            dataset_type=_plain(facts.dataset),
+            dataset_name=_plain(facts.dataset.split("/")[-1]),
             dataset_split=fact.split,
-            metric_type=plain(fact.name),
-            metric_name=plain(fact.name.replace("_", " ")),
+            metric_type=_plain(fact.name),
+            metric_name=_plain(fact.name.replace("_", " ")),
             metric_value=fact.value,
         )
         for fact in facts.results
@@ -173,11 +177,16 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> Mode
         tags=["aft", "attention-free-transformer", *(f"aft-{each}" for each in types)],
         datasets=[facts.dataset] if facts.dataset and is_hub_id(facts.dataset) else None,
         base_model=facts.base_model,
-        metrics=sorted({plain(fact.name) for fact in facts.results}) or None,
-        model_name=plain(name) if results else None,
+        metrics=sorted({_plain(fact.name) for fact in facts.results}) or None,
+        model_name=_plain(name) if results else None,
         eval_results=results or None,
         **more,
     )
+
+
+def _plain(text: str) -> str:
+    """Return `text` without brackets, quotes and backslashes, for metadata that others display in their own ways."""
+    return printable(re.sub(r"[<>\[\](){}`\"'\\]", " ", text)) or "unnamed"
 
 
 # --------------------------------------------------------------------------------------------------------------- body
@@ -204,18 +213,24 @@ def _architecture(facts: Facts) -> dict[str, Any]:
     return rows
 
 
+def _escaped(text: str) -> str:
+    """Return Markdown that shows `text` literally, inside a line or a table cell."""
+    return html.escape(BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", printable(text))), quote=False)
+
+
 def _label(name: str) -> str:
-    return escaped(name.replace("_", " ").replace(".", ": "))
+    return _escaped(name.replace("_", " ").replace(".", ": "))
 
 
 def _data(facts: Facts, fact: Fact) -> str:
     """Return the dataset and the split of a result, as far as its file records them."""
     dataset = facts.dataset if fact.file == RESULTS else None
-    return escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
+    return _escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
 
 
 def _hub_link(source: str) -> str:
     """Return a link to a source on the Hub, or the name of a directory as code."""
     if is_hub_id(source):
-        return f"[{escaped(source)}](https://huggingface.co/{source})"
-    return code(Path(source).name)
+        return f"[{_escaped(source)}](https://huggingface.co/{source})"
+    name = printable(Path(source).name).replace("`", "'")
+    return f"`{name}`"

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-)
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..configuration_aft import AFTConfig, pair
 from ..errors import explained
@@ -30,7 +24,6 @@ from .folder import PublishError, files_to_upload, misplaced_files
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
 
-LARGEST_HEADER = 2**24  # bytes of weights that are searched for keys
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -79,25 +72,20 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
 
 
 def _file_problems(path: Path) -> Iterator[str]:
-    if _is_pickle(path):
+    with path.open("rb") as file:  # of weights, 16 MiB, with the header
+        content = file.read(2**24 if path.suffix in (".safetensors", *PICKLE_SUFFIXES) else -1)
+    if (
+        path.suffix in PICKLE_SUFFIXES
+        or re.match(rb"\x80[\x02-\x05]", content)
+        # The format of torch.save.
+        or (zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist()))
+    ):
         yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
         return
-    with path.open("rb") as file:  # of weights, the header
-        content = file.read(LARGEST_HEADER if path.suffix == ".safetensors" else -1)
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, content):
             line = content.count(b"\n", 0, match.start()) + 1
             yield f"holds {kind} (line {line}); remove it, and revoke it"
-
-
-def _is_pickle(path: Path) -> bool:
-    if path.suffix in PICKLE_SUFFIXES:
-        return True
-    with path.open("rb") as file:
-        if re.match(rb"\x80[\x02-\x05]", file.read(2)):
-            return True
-    # The format of torch.save.
-    return zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist())
 
 
 # ------------------------------------------------------------------------------------------------------------- model
@@ -116,8 +104,6 @@ def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterato
         name = (config.architectures or [""])[0]
         if name not in ARCHITECTURES:
             raise PublishError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
-        if not any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-            raise PublishError(f"{SAFE_WEIGHTS_NAME}: is missing")
         check_companion(directory, check_model(directory, ARCHITECTURES[name]))
     except PublishError as error:
         yield str(error)

@@ -5,9 +5,10 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from huggingface_hub import parse_local_safetensors_file_metadata
+from pydantic import Field
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.generic import flatten_dict
 
@@ -22,9 +23,8 @@ from .folder import PublishError
 
 # Files of the training loop and of Trainer.
 RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
-# A file of `aft-hf evaluate --out` may have any name: its keys tell what it is. It has a few hundred bytes.
-AS_TRAINED = "as trained"
-EVALUATED, LARGEST_EVALUATION = re.compile(rf"{AS_TRAINED}|\d+ px|blocks of \d+"), 2**16
+# The content of a file of `aft-hf evaluate --out`, which may have any name: its keys tell what it is.
+Evaluations = dict[Annotated[str, Field(pattern=r"^(as trained|\d+ px|blocks of \d+)$")], dict[str, Any]]
 
 # Endings of the names of results of Trainer; its other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
@@ -67,15 +67,9 @@ class Facts:
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
     base_model: str | None = None  # an id on the Hub
     conversion: dict[str, Any] | None = None
-    is_pixels: bool = False  # whether the tokens are sub-pixels
-    pixel_side: int = 0  # of the images of a model of sub-pixels
+    pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are no sub-pixels
     paper: str | None = None  # what the paper reports
     versions: str | None = None  # of the software of the training
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the model reads tokens; otherwise it reads images."""
-        return self.config.modality == "text"
 
     @property
     def was_trained(self) -> bool:
@@ -142,8 +136,7 @@ def _count_parameters(directory: Path) -> int | None:
 def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
     """Read the recipe of a run of the training loop."""
     data, paper = section(recipe, "data"), section(recipe, "paper")
-    facts.is_pixels = recipe.get("task") == "pixels"
-    if isinstance(side := data.get("image_size"), int):
+    if recipe.get("task") == "pixels" and isinstance(side := data.get("image_size"), int):
         facts.pixel_side = side
     if data.get("dataset"):
         facts.dataset = str(data["dataset"])
@@ -188,14 +181,12 @@ def _last_step(state: dict[str, Any]) -> dict[str, Any]:
 def _read_evaluations(directory: Path, facts: Facts) -> None:
     """Add the results in files of `aft-hf evaluate --out`."""
     for path in sorted(directory.glob("*.json")):
-        found: dict[str, Any] = {}
-        if path.is_file() and path.stat().st_size <= LARGEST_EVALUATION:
-            with suppress(PublishError):  # a file of another kind
-                found = read_json(path, dict[str, Any], PublishError)
-        if all(EVALUATED.fullmatch(setting) and isinstance(values, dict) for setting, values in found.items()):
+        if not path.is_file() or path.stat().st_size > 2**16:  # bytes; they have a few hundred
+            continue
+        with suppress(PublishError):  # a file of another kind
             facts.results += [
-                Fact(metric, value, path.name, setting="" if setting == AS_TRAINED else setting)
-                for setting, values in found.items()
+                Fact(metric, value, path.name, setting="" if setting == "as trained" else setting)
+                for setting, values in read_json(path, Evaluations, PublishError).items()
                 for metric, value in values.items()
                 if _is_number(value)
             ]

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +79,6 @@ class Checkpoints:
 
     accelerator: Accelerator  # saves and loads the model, the optimizer, the gradient scaler and all random states
     directory: Path  # shared by all processes
-    _: KW_ONLY
     keep: int  # how many of the newest checkpoints to keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
@@ -132,7 +131,7 @@ class Checkpoints:
         return None
 
     def load(self, path: Path) -> None:
-        """Load a checkpoint into the model and the optimizer that the accelerator has prepared.
+        """Load a checkpoint into the model and the optimizer that the accelerator has prepared, and print its path.
 
         Raises:
             ValueError: the checkpoint does not fit them or the number of processes, or could run code.
@@ -142,6 +141,7 @@ class Checkpoints:
                 self.accelerator.load_state(str(path))
             # Reset the count of micro-batches: the run resumes with a new step, whose number of them may differ.
             self.accelerator.step = 0
+            self.accelerator.print(f"resuming from {path}")
         except UnsafeCheckpointError:
             raise
         except (Exception, CheckpointException) as error:
@@ -174,10 +174,7 @@ def remove_checkpoints(directory: Path) -> None:
 
 
 def find_damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, None if it is complete.
-
-    The manifest must match its own checksum, and every other file the one recorded in the manifest.
-    """
+    """Return what is wrong with a checkpoint, None if it is complete."""
     try:
         manifest = read_manifest(path)
     except UnreadableError as error:

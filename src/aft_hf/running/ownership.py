@@ -46,10 +46,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     removes = temporary or not directory.exists()
-    refusal: list[str | None] = [None]
     try:
-        if PartialState().is_main_process:
-            refusal = [_acquire(lock, directory, folders)]
+        refusal = [_acquire(lock, directory, folders) if PartialState().is_main_process else None]
         broadcast_object_list(refusal)
         if refusal[0] is not None:
             raise OSError(refusal[0])

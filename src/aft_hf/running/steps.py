@@ -2,9 +2,10 @@
 
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -54,25 +55,19 @@ def take_steps(training: Training) -> None:
                 raise SystemExit(128 + stopped)
 
 
-class StopSignal:
+class StopSignal(ExitStack):
     """Context that records the first SIGTERM or SIGINT for the training loop; a second has its usual effect."""
 
     def __init__(self, accelerator: Accelerator):
+        super().__init__()
         self.accelerator, self.received = accelerator, 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            for number in SIGNALS:
+                self.callback(signal.signal, number, signal.signal(number, self._note))
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number
-        self.__exit__()
+        self.close()
 
     def agreed(self) -> int:
         """Return a signal that any process has received, 0 for none; in a step, all processes get the same value."""

@@ -6,13 +6,13 @@ gives the same result for any number of processes (with the same `micro_batch_si
 as an uninterrupted run.
 """
 
-import importlib.metadata
 import math
 import os
 import platform
 import resource
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from .recipe import Recipe, build_recipe
 from .tasks import TASKS
 
 
+# Their versions affect results.
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
 
 # Keys of a recipe that may differ between a checkpoint and the run that resumes from it.
@@ -106,6 +107,7 @@ class Run(Training):
         self.on_device: list[tuple[int, torch.Tensor, float]] = []
         self.data = task.train.fingerprint()
         self.step = self.resume()
+        self.checkpoints.set_aside(self.step)
         if self.step > self.total:
             raise ValueError(
                 f"the checkpoint has {self.step} steps, the recipe only {self.total}: give more steps, or another "
@@ -145,7 +147,6 @@ class Run(Training):
         elif damage := find_damage(path := Path(self.recipe.resume)):
             raise ValueError(f"{path} is not a complete checkpoint: {damage}")
         if path is None:
-            self.checkpoints.set_aside(0)
             return 0
         manifest = read_manifest(path)
         with explained(f"{path}: its recipe cannot be read"):
@@ -157,9 +158,7 @@ class Run(Training):
         then[DATA], now[DATA] = manifest.data, self.data
         refuse_changes(path, then, now, "another output_dir for a new run")
         self.checkpoints.load(path)
-        self.checkpoints.set_aside(manifest.step)
         self.record = manifest.record
-        self.accelerator.print(f"resuming from {path}")
         return manifest.step
 
     def is_done(self) -> bool:
@@ -299,7 +298,7 @@ class Run(Training):
             "losses": [{"step": step, "loss": loss, "learning_rate": rate} for step, loss, rate in curve],
             "evaluations": self.record.evaluations,
             "recipe": portable(self.recipe.model_dump()),
-            "versions": versions(),
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         }
         done = f"all steps are done and saved in {self.checkpoints.directory}"
         with move_into(directory, f"{done}: free disk space and run the same command again to write them") as aside:
@@ -327,7 +326,7 @@ class Run(Training):
 
 def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
-    trackers = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    trackers = [*map(str, get_available_trackers())]
     if recipe.tracker not in (None, *trackers):
         known = ", ".join(trackers) or "none"
         raise ValueError(f"tracker={recipe.tracker!r} is not installed; available: {known}; null: no tracker")
@@ -377,11 +376,6 @@ def peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect results."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def portable(values: Any) -> Any:

@@ -37,18 +37,14 @@ def parameter_groups(
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D)
     linear = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     linear -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    position_biases: list[nn.Parameter] = []
-    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-        kind = position_biases if id(parameter) in of_mixers else decayed if id(parameter) in linear else plain
-        kind.append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay, "lr": learning_rate},
-        {"params": plain, "weight_decay": 0.0, "lr": learning_rate},
-        {"params": position_biases, "weight_decay": 0.0, "lr": learning_rate * position_bias_scale},
-    ]
-    return [group for group in groups if group["params"]]
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "lr": learning_rate}
+    plain: dict[str, Any] = {"params": [], "weight_decay": 0.0, "lr": learning_rate}
+    position_biases: dict[str, Any] = {"params": [], "weight_decay": 0.0, "lr": learning_rate * position_bias_scale}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            group = position_biases if id(parameter) in of_mixers else decayed if id(parameter) in linear else plain
+            group["params"].append(parameter)
+    return [group for group in (decayed, plain, position_biases) if group["params"]]
 
 
 def build_optimizer(
@@ -80,8 +76,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     update_averages = get_ema_multi_avg_fn(decay)
 
     def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [parameter.detach() for parameter in _parameters(optimizer)]
-        states = [optimizer.state[parameter] for parameter in _parameters(optimizer)]
+        parameters, states = [parameter.detach() for parameter in optimizer.state], optimizer.state.values()
         for state, parameter in zip(states, parameters):
             if "average" not in state:
                 state["average"] = parameter.clone()
@@ -99,12 +94,11 @@ def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Non
 
     @torch.no_grad()
     def swap() -> None:
-        for parameter in _parameters(optimizer):
-            average = optimizer.state[parameter].get("average")
-            if average is not None:
+        for parameter, state in optimizer.state.items():
+            if "average" in state:
                 kept = parameter.detach().clone()
-                parameter.copy_(average)
-                average.copy_(kept)
+                parameter.copy_(state["average"])
+                state["average"].copy_(kept)
         # FSDP keeps some gathered weights from one forward pass to the next: resharding makes it gather the new ones.
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -115,9 +109,3 @@ def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Non
         yield
     finally:
         swap()
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    return (
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in optimizer.state
-    )

@@ -1,6 +1,5 @@
 """Recipes: the typed schema of a training run, and loading from YAML files with overrides."""
 
-import dataclasses
 import difflib
 import json
 import re
@@ -222,7 +221,7 @@ class Recipe(Section, Generic[DataType]):
             near = _suggestion(str(architecture), CONFIG_MAPPING.keys())
             raise complete_message(f"model.architecture={shown(architecture)} is not known to transformers{near}")
         config = CONFIG_MAPPING[architecture]
-        known = {field.name for field in dataclasses.fields(config)} | {*config.attribute_map, "num_labels"}
+        known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
         for name in model.keys() - known - {"architecture"}:
             near = _suggestion(f"model.{name}", [f"model.{each}" for each in known])
             raise complete_message(f"unknown key model.{shortened(name)} for architecture {architecture!r}{near}")

@@ -137,14 +137,9 @@ class BytesTask(SequenceTask):
             ((file, (_, size)),) = parts.values()
             parts = {split: (file, span) for split, span in split_bytes(size).items()}
         self.processor = self.build_tokenizer()
-        options: dict[str, Any] = {"seq_len": data.seq_len}
-        self.evaluated = {}
-        for split, (file, span) in parts.items():
-            if split == "train":
-                self.train = self.read(split, file, span, seed=recipe.seed, limit=data.max_train_samples, **options)
-            else:
-                options |= {"stride": data.eval_stride, "limit": data.max_eval_samples}
-                self.evaluated[split] = self.read(split, file, span, **options)
+        self.train = self.read("train", *parts.pop("train"), seed=recipe.seed, limit=data.max_train_samples)
+        sizes: dict[str, Any] = {"stride": data.eval_stride, "limit": data.max_eval_samples}
+        self.evaluated = {split: self.read(split, *part, **sizes) for split, part in parts.items()}
         self.units_per_sample = data.seq_len
         self.config_values = {
             "modality": "text",
@@ -169,7 +164,7 @@ class BytesTask(SequenceTask):
 
     def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
         """Return the windows of a part of a file."""
-        return Windows(file, span, **options)
+        return Windows(file, span, seq_len=self.recipe.data.seq_len, **options)
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build the byte tokenizer, with special tokens unless a pretrained model has embeddings of bytes only."""
@@ -198,7 +193,7 @@ class TokensTask(BytesTask):
     def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
         with PartialState().local_main_process_first():
             path, num_bytes = tokenize_file(Path(file), span, self.processor)
-        windows = Windows(path, dtype=TOKEN_DTYPE, **options)
+        windows = Windows(path, seq_len=self.recipe.data.seq_len, dtype=TOKEN_DTYPE, **options)
         self.tokens_per_byte[split] = (windows.stop - windows.start) / num_bytes
         return windows
 
@@ -320,8 +315,7 @@ def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
 
 def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
     """Return the file of each split, "train" first."""
-    given = {"train": data.train, "validation": data.validation, "test": data.test}
-    files: dict[str, str | Path] = {split: file for split, file in given.items() if file is not None}
+    files: dict[str, str | Path] = data.model_dump(include={"train", "validation", "test"}, exclude_none=True)
     if data.dataset is not None:
         if files:
             raise ValueError(f"give either data.dataset or data.{next(iter(files))}")
@@ -370,9 +364,8 @@ def build_samples(
 
 def first_rows(splits: DatasetDict, limits: Any) -> dict[str, Rows]:
     """Return the first rows of each split: up to `limits.max_train_samples`, or `limits.max_eval_samples`."""
-    limit = {"train": limits.max_train_samples}
-    most = {split: limit.get(split, limits.max_eval_samples) or len(rows) for split, rows in splits.items()}
-    return {split: rows.take(min(most[split], len(rows))) for split, rows in splits.items()}
+    most = {"train": limits.max_train_samples}
+    return {split: rows.take(most.get(split, limits.max_eval_samples) or len(rows)) for split, rows in splits.items()}
 
 
 def require_train(splits: DatasetDict, data: Data) -> None:

@@ -6,9 +6,9 @@ from array import array
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from reprlib import repr as shown
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from ..atomic_files import write_json
 from ..console import plain_console
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
-from ..data.classes import are_names, by_number, listed, require_a_class
+from ..data.classes import are_names, by_number, require_a_class
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
@@ -56,7 +56,7 @@ def evaluate(options: SimpleNamespace) -> None:
     place = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     dataset = load_local(options.data)
     if options.max_samples is not None:
-        dataset = dataset.take(min(options.max_samples, len(dataset)))
+        dataset = dataset.take(options.max_samples)
     config = load(AutoConfig, source)
     results: dict[str, dict[str, float]] = {}
     with explained(f"{source}: cannot be evaluated on {options.data}"):
@@ -78,11 +78,11 @@ def evaluate(options: SimpleNamespace) -> None:
                 )
         else:
             model = load_trained(AutoModelForCausalLM, source, config=config).to(place)
-            tokenizer, block_size = load(AutoTokenizer, source), options.block_size
+            tokenizer = load(AutoTokenizer, source)
             require_column(DatasetDict(given=dataset), options.text_column, "--text-column")
-            if block_size is None:
-                longest = getattr(config, "max_position_embeddings", None) or 1024
-                block_size = int(min(longest, tokenizer.model_max_length))  # a huge number if the tokenizer sets none
+            longest = getattr(config, "max_position_embeddings", None) or 1024
+            longest = min(longest, tokenizer.model_max_length)  # a huge number if the tokenizer sets none
+            block_size = options.block_size or int(longest)
             sizes = {"block_size": block_size, "stride": options.stride, "batch_size": options.batch_size}
             results[f"blocks of {block_size}"] = evaluate_language_model(
                 model, tokenizer, dataset, text_column=options.text_column, **sizes
@@ -135,25 +135,23 @@ def evaluate_classifier(
         if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
         processor = resized_processor(processor, image_size)
-    labels: Any = model.config.id2label
-    names = [labels[number] for number in range(len(labels))]
+    names = [name for _, name in sorted((model.config.id2label or {}).items())]
     given = class_names(dataset, label_column)
     if set(given) <= set(names):
         numbers = class_numbers(dataset, label_column, names)
     elif are_names(given) and are_names(names):
         raise ValueError(
-            f"the data has the classes {listed(given)}, the model {listed(names)}: give data with the model's "
-            "classes, or, if only the names differ, set id2label of the model to those of the data"
+            f"the data has the {len(given)} classes {shown(given)}, the model {len(names)}: {shown(names)}; give data "
+            "with the model's classes, or, if only the names differ, set id2label of the model to those of the data"
         )
     elif len(given) > len(names):
-        raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {listed(given)}")
+        raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shown(given)}")
     else:
-        logger.warning(f"classes are matched by number: the data has {listed(given)}, the model {listed(names)}")
+        logger.warning(f"classes are matched by number: the data has {shown(given)}, the model {shown(names)}")
         numbers = class_numbers(dataset, label_column, given if are_names(given) else by_number(given, len(names)))
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
-    options = {}
-    if image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
-        options["interpolate_pos_encoding"] = True
+    resizes = image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    options = {"interpolate_pos_encoding": True} if resizes else {}
     found = []
     model.eval()
     loader = DataLoader(RowSamples(dataset, pipeline), batch_size)

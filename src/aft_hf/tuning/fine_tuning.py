@@ -129,9 +129,9 @@ def _classification(
     require_column(splits, options.label_column, "--label-column")
     names = class_names(splits.get("train", splits.get("validation")), options.label_column)
     splits = first_rows(hold_out(splits, options.validation_share), options)
-    of_model: dict[Any, str] = config.id2label or {}
-    if sorted(names) == sorted(of_model.values()):
-        names = [of_model[number] for number in range(len(names))]  # in the order of the weights
+    of_model = [name for _, name in sorted((config.id2label or {}).items())]
+    if sorted(names) == sorted(of_model):
+        names = of_model  # in the order of the weights
     config.id2label = dict(enumerate(names))
     require_a_class(options.model_name_or_path, config)
     processor = load_image_processor(options.model_name_or_path, config, **hub)
@@ -187,9 +187,6 @@ class Identity(TrainerCallback):
 
     def __init__(self, trainer: "FineTuner"):
         arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
-        configs = {
-            name: model.config for name in ("model", "teacher") if (model := getattr(trainer, name)) is not None
-        }
         values = {name: getattr(arguments, name) for name in SAME} | {
             DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
             "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
@@ -199,8 +196,9 @@ class Identity(TrainerCallback):
             "distillation": trainer.distillation,
             "image processor": cast(Any, trainer.processing_class).to_dict(),
         }
-        for name, config in configs.items():
-            values[name] = config.to_dict() | {"_name_or_path": None, "transformers_version": None}
+        for name, model in (("model", trainer.model), ("teacher", trainer.teacher)):
+            if model is not None:
+                values[name] = model.config.to_dict() | {"_name_or_path": None, "transformers_version": None}
         self.values: dict[str, Any] = json.loads(json.dumps(values, default=str))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
@@ -297,12 +295,8 @@ class FineTuner(Trainer):
         """Create the optimizer named by `args.optim`, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             model = self.model if model is None else model
-            groups = parameter_groups(
-                model,
-                self.args.learning_rate,
-                weight_decay=self.args.weight_decay,
-                position_bias_scale=self.position_bias_scale,
-            )
+            scales = {"weight_decay": self.args.weight_decay, "position_bias_scale": self.position_bias_scale}
+            groups = parameter_groups(model, self.args.learning_rate, **scales)
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
@@ -337,8 +331,7 @@ class FineTuner(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        checkpoint = self.state.best_model_checkpoint
-        if checkpoint is None or not self._load_weights(checkpoint, self.model):
+        if not self._load_weights(str(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
 
     def _load_weights(self, checkpoint: str, model: nn.Module) -> bool:
@@ -364,14 +357,12 @@ class FineTuner(Trainer):
         if not (directory / "config.json").is_file() or self.model.config.model_type != AFTConfig.model_type:
             super().create_model_card(*arguments, **options)
         elif self.is_world_process_zero():
-            write_card(directory, repo_id=getattr(self, "hub_model_id", None))
+            write_card(directory, repo_id=self.hub_model_id)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
-        if not self.args.should_save:
-            super()._save(output_dir, state_dict)
-            return
-        with move_into(Path(str(output_dir or self.args.output_dir))) as aside:
+        directory = Path(str(output_dir or self.args.output_dir))
+        with move_into(directory) if self.args.should_save else nullcontext(directory) as aside:
             super()._save(str(aside), state_dict)
 
 
