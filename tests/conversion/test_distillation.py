@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from checkpoints import OPTIONS, save_backbone
+from checkpoints import OPTIONS, SIZES, randomize, save_backbone
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification, convert_deit
@@ -81,6 +82,19 @@ def test_a_distilled_model_computes_nearly_what_its_teacher_does(source, images,
     assert not model.training and model.dtype == torch.float32
     assert before is None or divergence(model, source, images) < 0.3 * before
     assert done["agreement"] > 0.7 and done["divergence"] < 0.5
+
+
+@pytest.mark.parametrize("size", ((64, 32), (32, 32)))
+def test_a_teacher_of_images_of_another_shape_sees_those_of_the_model(images, size):
+    teacher = read_source(randomize(ViTForImageClassification(ViTConfig(**SIZES | {"image_size": (32, 64)}))))
+    done = distill(converted(teacher, image_size=size), teacher, images, steps=1, batch_size=8)
+    assert done["steps"] == 1
+
+
+def test_a_source_of_another_size_computes_what_transformers_does(source):
+    pixels = torch.randn(2, 3, 48, 40)
+    expected = source.to_transformers()(pixel_values=pixels, interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(source.resized((48, 40)).to_transformers()(pixel_values=pixels).logits, expected)
 
 
 @pytest.mark.parametrize("aft_type", ("conv", "full"))

@@ -1,5 +1,6 @@
 """Conversion of a trained ViT or DeiT to an AFT of any image type."""
 
+import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -8,7 +9,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
 from transformers import PreTrainedModel
 
 from .._version import __version__
@@ -139,7 +139,7 @@ def convert_deit(
 def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:
     """Return what an AFT with the tensors `target` copies from a source, by its names: of two heads, their mean."""
     copies: dict[str, Part] = {}
-    for name, part in source.parts.items():
+    for name, part in source.resized(config.image_size).parts.items():
         if (copied := renamed(name)) not in target:
             continue
         if copied in copies:
@@ -147,23 +147,10 @@ def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Col
             both = torch.stack([widen(first.tensor), widen(part.tensor)])
             part = Part(both.mean(0).to(part.tensor.dtype), first.sources + part.sources)
         elif name == POSITIONS:
-            part = part._replace(tensor=_positions(part.tensor, source, config))
+            kept, patches = part.tensor[:, : int(bool(config.use_cls_token))], math.prod(config.grid_size)
+            part = part._replace(tensor=torch.cat([kept, part.tensor[:, -patches:]], 1))
         copies[copied] = part
     return copies
-
-
-def _positions(positions: torch.Tensor, source: VisionTransformerSource, config: AFTConfig) -> torch.Tensor:
-    """Return position embeddings (1, T, d) for the tokens and the grid of the target.
-
-    The grid of patches is interpolated as ViT does: bicubic, corners not aligned, no antialiasing.
-    """
-    rows, columns = source.grid_size
-    grid, kept = positions[:, -rows * columns :], positions[:, : int(bool(config.use_cls_token))]
-    if config.grid_size != source.grid_size:
-        wide = widen(grid).unflatten(1, source.grid_size).permute(0, 3, 1, 2)  # (1, d, rows, columns)
-        wide = nn.functional.interpolate(wide, size=config.grid_size, mode="bicubic", align_corners=False)
-        grid = wide.flatten(2).mT.to(positions.dtype)
-    return torch.cat([kept, grid], 1)
 
 
 def _records(

@@ -195,9 +195,8 @@ class _Run(Training):
             raise ValueError(f"batch_size={self.batch_size}: not a multiple of {accelerator.num_processes} processes")
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
         self.identity = {} if checkpoints is None else _identity(settings, model, source, images, conversion)
-        self.teacher = source.to_transformers().float().requires_grad_(False).to(accelerator.device)
-        resizes = self.size != pair(source.config.image_size)
-        self.teacher_options = {"interpolate_pos_encoding": True} if resizes else {}
+        teacher = source.resized(model.config.image_size).to_transformers()
+        self.teacher = teacher.float().requires_grad_(False).to(accelerator.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
         self.student, self.optimizer = accelerator.prepare(model, optimizer)
         self.augment = build_augmentation(settings.augmentation, self.size)
@@ -246,7 +245,7 @@ class _Run(Training):
             return None
         self.saved = now
         means = {str(i): value for i, value in enumerate(self.means.tolist())}
-        record = {"losses": [], "pending": [], "seconds": self.seconds, "evaluations": [means]}
+        record = {"seconds": self.seconds, "evaluations": [means]}
         return self.checkpoints.save(self.step, {"recipe": self.identity, "record": record, "data": ""})
 
     def update(self) -> None:
@@ -275,7 +274,7 @@ class _Run(Training):
     @torch.no_grad()
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
-        outputs = self.teacher(pixel_values=pixels, output_hidden_states=True, **self.teacher_options)
+        outputs = self.teacher(pixel_values=pixels, output_hidden_states=True)
         states = [x[:, -self.num_patches :] for x in outputs.hidden_states[:-1]]
         if self.keeps_class_token:
             states = [torch.cat([x[:, :1], patches], 1) for x, patches in zip(outputs.hidden_states, states)]
@@ -288,7 +287,7 @@ class _Run(Training):
         return min(self._agreed(self.seconds / (60 * self.settings.minutes)), 1.0)
 
     def _agreed(self, number: float) -> float:
-        if self.accelerator.num_processes == 1:
+        if self.accelerator.num_processes == 1:  # without waiting for a GPU
             return number
         return float(broadcast(torch.tensor(number, device=self.accelerator.device)))
 
@@ -322,7 +321,6 @@ class _Run(Training):
             self.seconds = manifest.record.seconds
             (means,) = manifest.record.evaluations
             self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
-            self.accelerator.print(f"resuming from {path}")
         self.checkpoints.set_aside(self.step)
 
 

@@ -1,15 +1,18 @@
 """Reading a trained vision transformer in any supported format: its config, tensors and image processor."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoImageProcessor, DeiTConfig, PreTrainedConfig, PreTrainedModel, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -19,9 +22,10 @@ from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
 from ..errors import explained
 from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor
+from ..position_biases_aft import widen
 from ..reading import Document, read_json
 from .files import read_weights
-from .names import DISTILLED_HEADS, HEAD, OPTIONAL, Part, vit_tensors
+from .names import DISTILLED_HEADS, HEAD, OPTIONAL, POSITIONS, Part, vit_tensors
 from .report import ConversionError
 from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config
 
@@ -94,6 +98,22 @@ class VisionTransformerSource:
         # Strict: missing and other tensors and shapes are an error, which names them.
         model.load_state_dict({names.get(name, name): part.tensor for name, part in kept.items()}, assign=True)
         return model.eval()
+
+    def resized(self, image_size: Any) -> "VisionTransformerSource":
+        """Return the source for images of another size, in pixels or (height, width).
+
+        The grid of position embeddings is interpolated as ViT does: bicubic, corners not aligned, no antialiasing.
+        """
+        config: Any = copy(self.config)
+        config.image_size = image_size
+        other = replace(self, config=config, parts=dict(self.parts))
+        if other.grid_size != self.grid_size:
+            part, count = self.parts[POSITIONS], math.prod(self.grid_size)
+            wide = widen(part.tensor[:, -count:]).unflatten(1, self.grid_size).permute(0, 3, 1, 2)  # (1, d, rows, ...)
+            wide = nn.functional.interpolate(wide, size=other.grid_size, mode="bicubic", align_corners=False)
+            grid = wide.flatten(2).mT.to(part.tensor.dtype)
+            other.parts[POSITIONS] = part._replace(tensor=torch.cat([part.tensor[:, :-count], grid], 1))
+        return other
 
 
 def read_source(
