@@ -1,5 +1,6 @@
 """The checks before an upload: each problem is reported in a line that names the file."""
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -53,7 +54,7 @@ OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
         ("config.json", changed(num_hidden_layers=1), "are unexpected"),
         ("preprocessor_config.json", changed(image_processor_type="No"), "cannot be loaded by AutoImageProcessor"),
         ("config.json", Path.unlink, "config.json: is missing"),
-        ("model.safetensors", Path.unlink, "no file named model.safetensors"),
+        ("model.safetensors", Path.unlink, "model.safetensors: is missing"),
         ("modeling_aft.py", Path.unlink, "does not load without aft_hf"),
         ("preprocessor_config.json", Path.unlink, "save the image processor beside the model"),
         ("README.md", Path.unlink, "README.md: is missing"),
@@ -71,6 +72,13 @@ OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
 def test_a_file_that_is_missing_wrong_or_damaged_is_told(prepared, name, damage, told):
     damage(prepared / name)
     assert told in only_problem(prepared)
+
+
+def test_weights_that_are_not_uploaded_are_told(prepared):
+    (prepared / (name := ".hidden/model.safetensors")).parent.mkdir()
+    (prepared / "model.safetensors").rename(prepared / name)
+    (prepared / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"classifier.bias": name}}))
+    assert only_problem(prepared) == f"{name}: the weight index lists it, but it is not uploaded"
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_aft import AFTConfig, pair
 from ..errors import explained
-from ..loading import load
+from ..loading import load, weight_files
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, read_json
 from .card import ARCHITECTURES, README, card_problems
@@ -72,16 +72,16 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
 
 
 def _file_problems(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:  # of weights, 16 MiB, with the header
-        content = file.read(2**24 if path.suffix in (".safetensors", *PICKLE_SUFFIXES) else -1)
-    if (
-        path.suffix in PICKLE_SUFFIXES
-        or re.match(rb"\x80[\x02-\x05]", content)
-        # The format of torch.save.
-        or (zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist()))
-    ):
-        yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
-        return
+    with path.open("rb") as file:
+        if (
+            path.suffix.lower() in PICKLE_SUFFIXES
+            or re.match(rb"\x80[\x02-\x05]", file.peek(2))
+            # The format of torch.save.
+            or (zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist()))
+        ):
+            yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
+            return
+        content = file.read(2**24 if path.suffix == ".safetensors" else -1)  # of weights, the header
     for kind, pattern in SECRETS.items():
         if match := re.search(pattern, content):
             line = content.count(b"\n", 0, match.start()) + 1
@@ -104,6 +104,11 @@ def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterato
         name = (config.architectures or [""])[0]
         if name not in ARCHITECTURES:
             raise PublishError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
+        weights = [os.path.relpath(path, directory) for path in weight_files(str(directory), PublishError)]
+        if not any(each.endswith(".safetensors") for each in weights):
+            raise PublishError(f"{SAFE_WEIGHTS_NAME}: is missing")
+        if left_out := [each for each in weights if each not in files]:
+            raise PublishError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
         check_companion(directory, check_model(directory, ARCHITECTURES[name]))
     except PublishError as error:
         yield str(error)
