@@ -455,9 +455,10 @@ changed_cache = pytest.mark.parametrize(
 
 @changed_cache
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_a_cache_that_is_changed_without_gradients_keeps_no_graph(change, mode):
+@pytest.mark.parametrize("max_length", (None, 8))
+def test_a_cache_that_is_changed_without_gradients_keeps_no_graph(change, mode, max_length):
     model, ids = build("local"), tokens(2, 6)
-    cache = model(ids[:, :5], use_cache=True).cache
+    cache = model(ids[:, :5], cache=model.aft.new_cache(max_length)).cache
     assert cache.layers[0].keys.requires_grad
     with mode():
         change(cache)

@@ -4,7 +4,7 @@ A layer caches the two sums of Eq. 2, and the keys and values of the positions t
 none for `simple` and `alibi`, a window for `local` and `conv`, all for `full`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -24,7 +24,7 @@ SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 
 @contextmanager
-def _no_inference_tensors() -> Any:
+def _no_inference_tensors() -> Iterator[None]:
     """Leave inference mode, but not no_grad."""
     enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(enabled):
@@ -78,7 +78,7 @@ class AFTLayerState(CacheLayerMixin):
         self.is_empty = True
 
     def __copy__(self) -> "AFTLayerState":
-        # With its own tensors, since new tokens update them in place.
+        # With its own tensors: tokens update them in place.
         other = type(self).__new__(type(self))
         with _no_inference_tensors():
             vars(other).update({name: x.clone() if torch.is_tensor(x) else x for name, x in vars(self).items()})
@@ -264,7 +264,7 @@ class AFTLayerState(CacheLayerMixin):
         for name, tensor in self._tensors().items():
             with _no_inference_tensors():
                 changed = function(tensor)
-            in_place = self.is_compileable and not tensor.is_inference()
+            in_place = self.is_compileable and not (tensor.is_inference() or tensor.requires_grad)
             if in_place and changed.shape == tensor.shape and changed.device == tensor.device:
                 tensor.copy_(changed)
             else:

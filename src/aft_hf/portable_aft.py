@@ -346,7 +346,7 @@ def pad_positions(
 
 
 def count_chunks(length: int, size: int) -> int:
-    """The number of chunks of a sequence, the last one padded; at least two in an exported program for all lengths."""
+    """The number of chunks of a sequence, the last one padded; at least two in an exported program."""
     more = 2 * size if torch.compiler.is_exporting() else size
     return (length + more - 1) // size
 

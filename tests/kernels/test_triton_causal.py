@@ -163,8 +163,9 @@ def test_large_numbers_cost_no_precision(changes, size, dtype):
 
 def test_large_keys_cost_no_precision_where_a_program_repairs_several_chunks(monkeypatch):
     monkeypatch.setattr(causal_launch, "ENOUGH_REPAIRS", 3)
-    # Two of three chunks, then the last
-    assert_exact(problem(70, 4, width=1, batch=2, rows=2, key=lambda x: 90 * x), terms=5.0)
+    # Two of three chunks, then the last. The last two are flagged.
+    ramp = 30 * (torch.arange(70.0) - 31).clamp_min(0)[:, None]
+    assert_exact(problem(70, 4, width=1, batch=2, rows=2, key=lambda x: x + ramp), terms=5.0)
 
 
 def results(given, dtype=FP32):

@@ -171,7 +171,7 @@ class Sweep:
         self.repair = {name: x for name, x in self.common.items() if name != "PRECISION"}
         self.repair |= options("repair_kernel", value, first)
         self.programs = self.batch * window.heads * self.blocks
-        # Chunks of a program of the repair kernels, which mostly has nothing to do
+        # Chunks per program of the repair kernels: most programs find no flag
         self.each = min(GROUP.value, max(1, self.programs * self.chunks // ENOUGH_REPAIRS))
         self.repairs = self.programs * -(-self.chunks // self.each)
         self.tiles = self._tiles(window, first, shape | {"INITIAL": initial}, backward)
