@@ -356,9 +356,10 @@ def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any
     """
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnreadableError(
-            f"{source}: weights are missing for {shortened(', '.join(missing))} of the {type(model).__name__} that "
-            f"{CONFIG_NAME} describes: use a checkpoint that contains them, or train the model first"
+            f"{source}: weights are missing for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
+            "describes: use a checkpoint that contains them, or train the model first"
         )
     if others := sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)):
         raise UnreadableError(f"{source}: {CONFIG_NAME} does not describe the layer of the weight {others[0]}")

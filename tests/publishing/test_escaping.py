@@ -127,4 +127,4 @@ def test_the_name_of_a_directory_is_text_too(directory, name):
     (line,) = {line for line in card.splitlines() if line.startswith("name = ")}
     scope = {}
     exec(line, {"__builtins__": {}}, scope)  # the code on the card
-    assert scope == {"name": name}
+    assert scope == {"name": printable(name)}

@@ -139,7 +139,9 @@ def convert_deit(
 def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Collection[str]) -> dict[str, Part]:
     """Return what an AFT with the tensors `target` copies from a source, by its names: of two heads, their mean."""
     copies: dict[str, Part] = {}
-    for name, part in source.resized(config.image_size).parts.items():
+    if renamed(POSITIONS) in target:
+        source = source.resized(config.image_size)
+    for name, part in source.parts.items():
         if (copied := renamed(name)) not in target:
             continue
         if copied in copies:

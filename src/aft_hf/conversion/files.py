@@ -82,8 +82,9 @@ def _inside(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a ViT without the names of the modules around it, and without counters of wrappers."""
     for name, tensor in tensors.items():
+        # Counters and whole numbers; other scalars may be weights
         if tensor.dim() == 0 and (COUNTER.fullmatch(name) or not tensor.is_floating_point()):
-            continue  # other scalars may be weights
+            continue
         if name.startswith(prefix):
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)

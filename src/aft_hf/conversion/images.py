@@ -10,6 +10,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import PARQUET, ImageError, list_images, open_image
 from ..data.image_size import pixel_values
+from ..errors import shortened
 
 
 def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
@@ -35,11 +36,12 @@ class ImagesOnDisk(Sequence[Image.Image]):
         self.path = path
         self.images: Sequence[Any] = list_images(Path(path))
         if self.images[0].suffix.lower() == PARQUET:
-            from ..data.loading import is_image, load_local, require_column  # needs the extra "train"
+            from ..data.loading import is_image, load_local  # needs the extra "train"
 
             rows: Any = load_local(path)
             column = next((name for name, feature in rows.features.items() if is_image(feature)), "image")
-            require_column({"image": rows}, column, str(path))
+            if column not in rows.column_names:
+                raise ValueError(f"{path}: no column holds images: {shortened(', '.join(rows.column_names))}")
             self.images = rows[column]  # decodes an image when it is accessed
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,8 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (directory / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # an error of the block comes first
+            (directory / LOCK).unlink()
         lock.release()
 
 

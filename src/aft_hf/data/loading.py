@@ -18,7 +18,7 @@ from PIL import Image as PILImage
 from transformers.utils import logging
 
 from ..atomic_files import sha256, write_atomic
-from ..errors import UnreadableError, described, explained
+from ..errors import UnreadableError, described, explained, shortened
 from ..reading import parse_header, parse_yaml, read_text
 from .image_files import PARQUET, SUFFIXES, list_images, open_image
 from .text import cached
@@ -223,7 +223,7 @@ def require_column(splits: DatasetDict, column: str, option: str) -> None:
     """Raise a ValueError if a split lacks `column`, the value of `option`. The message lists the columns it has."""
     for split, dataset in splits.items():
         if column not in dataset.column_names:
-            names = ", ".join(map(repr, dataset.column_names))
+            names = shortened(", ".join(map(repr, dataset.column_names)))
             raise ValueError(f"{option}: the {split} data has no column {column!r}, it has {names}")
 
 

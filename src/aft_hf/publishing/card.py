@@ -1,6 +1,7 @@
 """The model card, README.md with metadata for the Hub, generated from the files beside the model."""
 
 import html
+import json
 import os
 import re
 from pathlib import Path
@@ -89,7 +90,7 @@ def build_card(
         template_path=str(TEMPLATE),
         marker=MARKER,
         name=name,
-        source=source,
+        source_literal=json.dumps(printable(source), ensure_ascii=False),
         status=_status(facts),
         no_license="" if terms else NO_LICENSE,
         facts=facts,

@@ -67,7 +67,7 @@ class Facts:
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
     base_model: str | None = None  # an id on the Hub
     conversion: dict[str, Any] | None = None
-    pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are no sub-pixels
+    pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are not sub-pixels
     paper: str | None = None  # what the paper reports
     versions: str | None = None  # of the software of the training
 
@@ -136,7 +136,7 @@ def _count_parameters(directory: Path) -> int | None:
 def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
     """Read the recipe of a run of the training loop."""
     data, paper = section(recipe, "data"), section(recipe, "paper")
-    if recipe.get("task") == "pixels" and isinstance(side := data.get("image_size"), int):
+    if recipe.get("task") == "pixels" and type(side := data.get("image_size")) is int and side > 0:
         facts.pixel_side = side
     if data.get("dataset"):
         facts.dataset = str(data["dataset"])

@@ -2,10 +2,9 @@
 
 import signal
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -55,19 +54,25 @@ def take_steps(training: Training) -> None:
                 raise SystemExit(128 + stopped)
 
 
-class StopSignal(ExitStack):
+class StopSignal:
     """Context that records the first SIGTERM or SIGINT for the training loop; a second has its usual effect."""
 
     def __init__(self, accelerator: Accelerator):
-        super().__init__()
         self.accelerator, self.received = accelerator, 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self.callback(signal.signal, number, signal.signal(number, self._note))
+            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number
-        self.close()
+        self.__exit__()
 
     def agreed(self) -> int:
         """Return a signal that any process has received, 0 for none; in a step, all processes get the same value."""

@@ -147,7 +147,8 @@ def evaluate_classifier(
     elif len(given) > len(names):
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shown(given)}")
     else:
-        logger.warning(f"classes are matched by number: the data has {shown(given)}, the model {shown(names)}")
+        both = f"the data has the {len(given)} classes {shown(given)}, the model {len(names)}: {shown(names)}"
+        logger.warning(f"classes are matched by number: {both}")
         numbers = class_numbers(dataset, label_column, given if are_names(given) else by_number(given, len(names)))
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
     resizes = image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
