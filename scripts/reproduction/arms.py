@@ -152,7 +152,6 @@ KERNEL_3, KERNEL_7, FEW_HEADS = {"kernel_size": 3}, {"kernel_size": 7}, {"num_he
 NO_QUERY, NO_GLOBAL = {"use_query": False}, {"global_connectivity": False}
 SHORT = {"data.seq_len": 128, "global_batch_size": 16}
 LENGTHS = {"data.seq_len": 64, "global_batch_size": 16, "steps": 600}
-FAST = {"optimizer.position_bias_scale": 1000.0}  # as the multipliers of converted models (docs/conversion.md)
 DEIT_CROPS = {"data.augmentation.crop_scale": [0.08, 1.0]}
 PACE = {"position_bias_multiplier": 1000.0}  # of converted and new models alike
 SAME_PACE = {"optimizer.position_bias_scale": 1.0}
@@ -230,10 +229,6 @@ TRAININGS: dict[str, Training] = {
     "conv-7-naive": _images(CONV | KERNEL_7 | {"position_bias_reparameterized": False}),
     "conv-no-query": _images(CONV | NO_QUERY),
     "conv-3-no-global": _images(CONV | KERNEL_3 | NO_GLOBAL),
-    "conv-fast": _images(CONV, FAST),
-    "conv-no-query-fast": _images(CONV | NO_QUERY, FAST),
-    "conv-3-fast": _images(CONV | KERNEL_3, FAST),
-    "conv-3-no-global-fast": _images(CONV | KERNEL_3 | NO_GLOBAL, FAST),
     "conv-entropy": _images(CONV | {"position_bias_entropy_weight": 0.001}, None, "kernels"),
     "conv-one-position": _images(CONV | {"position_bias_selection": "gumbel"}),
     "conv-crops": _images(CONV, DEIT_CROPS, "image_sizes"),
