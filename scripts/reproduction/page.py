@@ -353,5 +353,6 @@ def draw(claim: Claim, records: Records) -> "Figure":
         scores.set_yticks(range(len(own)), names)
         scores.set_xlabel("speed of each turn" if kind == "speed" else "score of each seed")
         scores.set_ylim(-0.6, len(own) - 0.4)
+        scores.locator_params(axis="x", nbins=6)  # labels of small differences are long
         scores.grid(alpha=0.3, axis="x")
     return figure
