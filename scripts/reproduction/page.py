@@ -31,7 +31,7 @@ better), images in accuracy.
 
 **Rule.** Arms are compared seed by seed. The effect is our number minus the other, with the 95 % interval of Student's
 t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p, of a t test against 0 or the margin that a
-claim allows, is adjusted by Holm over the comparisons of a claim; intervals are not adjusted. A
+claim allows, is adjusted by Holm over the comparisons of a claim (controls apart); intervals are not adjusted. A
 comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one that fails sinks
 it; one without three seeds leaves it *incomplete*. Controls are ours and decide nothing. Parameters and memory (peak
 of a call, without weights) are exact;

@@ -24,8 +24,7 @@ from ..data.image_size import pixel_values
 from ..errors import explained
 from ..limits import limited
 from ..loading import find_file, load, read_config
-from ..modeling_aft import AFTModel, AFTPreTrainedModel
-from ..publishing.card import ARCHITECTURES
+from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
 from ..reading import read_json
 
 
@@ -118,7 +117,8 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
         raise ValueError(
             f"{checkpoint} is a {config.model_type}, not an AFT; for a ViT or DeiT, give the kind attention"
         )
-    return load(ARCHITECTURES.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()
+    classes = {each.__name__: each for each in HEADS}
+    return load(classes.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()
 
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:

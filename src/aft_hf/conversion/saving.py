@@ -149,7 +149,7 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # an error of the block comes first
+        with suppress(OSError):  # its error would hide that of the block
             (directory / LOCK).unlink()
         lock.release()
 

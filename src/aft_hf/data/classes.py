@@ -38,6 +38,11 @@ def require_a_class(name: str, config: PreTrainedConfig) -> None:
         raise ValueError(f"{name}: {other_task(config)}")
 
 
+def model_classes(config: PreTrainedConfig) -> list[str]:
+    """Return the names of the classes of a model, in the order of their numbers."""
+    return [name for _, name in sorted((config.id2label or {}).items())]
+
+
 def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[int]:
     """Return the number that each class of a student has in its teacher, which must have the same classes.
 
@@ -45,7 +50,7 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     """
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
-    theirs, ours = ([name for _, name in sorted((each.id2label or {}).items())] for each in (teacher, student))
+    theirs, ours = model_classes(teacher), model_classes(student)
     both = f"the teacher has the {len(theirs)} classes {shown(theirs)}, the model {len(ours)}: {shown(ours)}"
     numbers = list(range(len(ours)))
     if theirs == ours:

@@ -34,7 +34,7 @@ from ..atomic_files import write_json
 from ..console import plain_console
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
-from ..data.classes import are_names, by_number, require_a_class
+from ..data.classes import are_names, by_number, model_classes, require_a_class
 from ..data.image_size import produces_size, resized_processor
 from ..data.images import ImagePipeline, class_names, class_numbers
 from ..data.loading import load_local, require_column
@@ -135,19 +135,18 @@ def evaluate_classifier(
         if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
         processor = resized_processor(processor, image_size)
-    names = [name for _, name in sorted((model.config.id2label or {}).items())]
-    given = class_names(dataset, label_column)
+    names, given = model_classes(model.config), class_names(dataset, label_column)
+    both = f"the data has the {len(given)} classes {shown(given)}, the model {len(names)}: {shown(names)}"
     if set(given) <= set(names):
         numbers = class_numbers(dataset, label_column, names)
     elif are_names(given) and are_names(names):
         raise ValueError(
-            f"the data has the {len(given)} classes {shown(given)}, the model {len(names)}: {shown(names)}; give data "
-            "with the model's classes, or, if only the names differ, set id2label of the model to those of the data"
+            f"{both}; give data with the model's classes, or, if only the names differ, set id2label of the model to "
+            "those of the data"
         )
     elif len(given) > len(names):
         raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shown(given)}")
     else:
-        both = f"the data has the {len(given)} classes {shown(given)}, the model {len(names)}: {shown(names)}"
         logger.warning(f"classes are matched by number: {both}")
         numbers = class_numbers(dataset, label_column, given if are_names(given) else by_number(given, len(names)))
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)

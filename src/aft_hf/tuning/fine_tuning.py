@@ -37,7 +37,7 @@ from ..atomic_files import move_into, refuse_to_replace
 from ..configuration_aft import AFTConfig, pair
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
-from ..data.classes import require_a_class, teacher_classes
+from ..data.classes import model_classes, require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
 from ..data.loading import hold_out, load_splits, require_column
 from ..data.samples import RowSamples, sum_arrays
@@ -129,7 +129,7 @@ def _classification(
     require_column(splits, options.label_column, "--label-column")
     names = class_names(splits.get("train", splits.get("validation")), options.label_column)
     splits = first_rows(hold_out(splits, options.validation_share), options)
-    of_model = [name for _, name in sorted((config.id2label or {}).items())]
+    of_model = model_classes(config)
     if sorted(names) == sorted(of_model):
         names = of_model  # in the order of the weights
     config.id2label = dict(enumerate(names))
