@@ -391,57 +391,57 @@ def repair_kernel(
     b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     # The outputs of the `past` tokens of a state are not used
     begin, end = tl.maximum(group * each, past // C), tl.minimum(group * each + each, N)
-    if _flagged(flag_ptr + b * N * D, begin, end, D, features, exists):
-        w_ptr += b * w_row + head * w_head
-        for n in range(begin, end):
-            bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
-            if tl.max(bad.to(tl.int32)) > 0:
-                i = tl.arange(0, C)
-                t, oldest = n * C + i, (n - NEAR) * C
-                start = _starts(first_ptr, b, t, T, DOCUMENTS)
-                num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-                top = tl.zeros((C, BD), tl.float32) + EMPTY
-                state_at = state_ptr + (b * N + n) * 4 * D + features
-                center = tl.load(state_at + 3 * D, bad, 0.0)
-                if not ALONE:
-                    seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
-                    if INITIAL:
-                        seen = (start <= t)[:, None] & bad[None, :]
-                    top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
-                    num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
-                    den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
-                for u in range(tl.maximum(oldest, 0), tl.minimum(n * C + C, T)):
-                    there = bad
-                    if DOCUMENTS:
-                        there = bad & (tl.load(first_ptr + b * T + u) <= u)
-                    k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
-                    v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
-                    v = tl.where(k > -float("inf"), v - center, 0.0)
-                    w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
-                    seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
-                    logit = tl.where(seen, k[None, :] + w, EMPTY)
-                    new = tl.maximum(top, logit)
-                    old, p = tl.exp2((top - new) * LOG2E), tl.exp2(((k[None, :] - new) + w) * LOG2E)
-                    p = tl.where(seen, p, 0.0)
-                    num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
-                some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
-                den = tl.where(some, den, 1.0)
-                c = tl.where(some, num / den, -center[None, :])
-                y = c + center[None, :]
-                if GATED:
-                    y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
-                tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
-                if KEEP:
-                    tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
-                    largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
-                    if ALONE or (DOCUMENTS and NEAR != 1):
-                        largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
-                        largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
-                        tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
-                    log_den = (top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]
-                    log_den = log_den * LOG2E + tl.log2(den)
-                    tl.store(c_ptr + b * T * D + at, c, inside)
-                    tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
+    end = tl.where(_flagged(flag_ptr + b * N * D, begin, end, D, features, exists), end, begin)
+    w_ptr += b * w_row + head * w_head
+    for n in range(begin, end):
+        bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
+        if tl.max(bad.to(tl.int32)) > 0:
+            i = tl.arange(0, C)
+            t, oldest = n * C + i, (n - NEAR) * C
+            start = _starts(first_ptr, b, t, T, DOCUMENTS)
+            num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+            top = tl.zeros((C, BD), tl.float32) + EMPTY
+            state_at = state_ptr + (b * N + n) * 4 * D + features
+            center = tl.load(state_at + 3 * D, bad, 0.0)
+            if not ALONE:
+                seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
+                if INITIAL:
+                    seen = (start <= t)[:, None] & bad[None, :]
+                top = tl.where(seen, tl.load(state_at, bad, EMPTY)[None, :], EMPTY)
+                num = tl.where(seen, tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+                den = tl.where(seen, tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+            for u in range(tl.maximum(oldest, 0), tl.minimum(n * C + C, T)):
+                there = bad
+                if DOCUMENTS:
+                    there = bad & (tl.load(first_ptr + b * T + u) <= u)
+                k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
+                v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
+                v = tl.where(k > -float("inf"), v - center, 0.0)
+                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
+                seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
+                logit = tl.where(seen, k[None, :] + w, EMPTY)
+                new = tl.maximum(top, logit)
+                old, p = tl.exp2((top - new) * LOG2E), tl.exp2(((k[None, :] - new) + w) * LOG2E)
+                p = tl.where(seen, p, 0.0)
+                num, den, top = num * old + tl.where(seen, p * v[None, :], 0.0), den * old + p, new
+            some, inside, at = den != 0.0, (t < T)[:, None] & bad[None, :], t[:, None] * D + features[None, :]
+            den = tl.where(some, den, 1.0)
+            c = tl.where(some, num / den, -center[None, :])
+            y = c + center[None, :]
+            if GATED:
+                y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
+            tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
+            if KEEP:
+                tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
+                largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
+                if ALONE or (DOCUMENTS and NEAR != 1):
+                    largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
+                    largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
+                    tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
+                log_den = (top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]
+                log_den = log_den * LOG2E + tl.log2(den)
+                tl.store(c_ptr + b * T * D + at, c, inside)
+                tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -710,52 +710,52 @@ def repair_backward_kernel(
     """Compute the gradients of the flagged features of `each` chunks of keys query by query."""
     b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
     begin, end = group * each, tl.minimum(group * each + each, N)
-    if _flagged(flag_ptr + b * N * D, begin, end, D, features, exists):
-        w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 3 * D
-        for n in range(begin, end):
-            bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
-            if tl.max(bad.to(tl.int32)) > 0:
-                i = tl.arange(0, C)
-                u, row = n * C + i, b * T * D
-                reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
-                center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
-                k, v = _keys(
-                    k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad,
-                    _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
-                of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-                if not ALONE:
-                    state_at = state_ptr + (b * N + n) * 4 * D + features
-                    e = (k - reference[None, :]) * LOG2E
-                    if DOCUMENTS:
-                        e += tl.load(state_at, bad, EMPTY)[None, :]
-                    seen = (k > -float("inf")) & bad[None, :]
-                    if DOCUMENTS:
-                        seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
-                    e = tl.exp2(e)
-                    of_num = tl.where(seen, e * tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
-                    of_den = tl.where(seen, e * tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
-                for t in range(n * C, tl.minimum((n + NEAR + 1) * C, T)):
-                    start = 0
-                    if DOCUMENTS:
-                        start = tl.load(first_ptr + b * T + t).to(tl.int32)
-                    tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
-                    w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
-                    w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
-                    g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
-                    if GATED:
-                        g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
-                    of_queries = r_ptr + t // C * 3 * D + features
-                    c = tl.load(c_ptr + row + t * D + features, bad, 0.0)
-                    c += tl.load(of_queries + D, bad, 0.0) - center
-                    log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
-                    e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
-                    seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
-                    a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
-                    of_num += tl.where(seen, a, 0.0)
-                    of_den += tl.where(seen, a * c[None, :], 0.0)
-                inside, at = (u < T)[:, None] & bad[None, :], u[:, None] * D + features[None, :]
-                tl.store(dv_ptr + row + at, of_num.to(dv_ptr.dtype.element_ty), inside)
-                tl.store(dk_ptr + row + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+    end = tl.where(_flagged(flag_ptr + b * N * D, begin, end, D, features, exists), end, begin)
+    w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 3 * D
+    for n in range(begin, end):
+        bad = exists & (tl.load(flag_ptr + (b * N + n) * D + features, exists, 0) != 0)
+        if tl.max(bad.to(tl.int32)) > 0:
+            i = tl.arange(0, C)
+            u, row = n * C + i, b * T * D
+            reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
+            center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
+            k, v = _keys(
+                k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad,
+                _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
+            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+            if not ALONE:
+                state_at = state_ptr + (b * N + n) * 4 * D + features
+                e = (k - reference[None, :]) * LOG2E
+                if DOCUMENTS:
+                    e += tl.load(state_at, bad, EMPTY)[None, :]
+                seen = (k > -float("inf")) & bad[None, :]
+                if DOCUMENTS:
+                    seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
+                e = tl.exp2(e)
+                of_num = tl.where(seen, e * tl.load(state_at + D, bad, 0.0)[None, :], 0.0)
+                of_den = tl.where(seen, e * tl.load(state_at + 2 * D, bad, 0.0)[None, :], 0.0)
+            for t in range(n * C, tl.minimum((n + NEAR + 1) * C, T)):
+                start = 0
+                if DOCUMENTS:
+                    start = tl.load(first_ptr + b * T + t).to(tl.int32)
+                tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
+                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
+                w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
+                g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
+                if GATED:
+                    g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
+                of_queries = r_ptr + t // C * 3 * D + features
+                c = tl.load(c_ptr + row + t * D + features, bad, 0.0)
+                c += tl.load(of_queries + D, bad, 0.0) - center
+                log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
+                e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
+                seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
+                a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
+                of_num += tl.where(seen, a, 0.0)
+                of_den += tl.where(seen, a * c[None, :], 0.0)
+            inside, at = (u < T)[:, None] & bad[None, :], u[:, None] * D + features[None, :]
+            tl.store(dv_ptr + row + at, of_num.to(dv_ptr.dtype.element_ty), inside)
+            tl.store(dk_ptr + row + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
