@@ -6,6 +6,7 @@ import os
 import statistics
 from collections import Counter
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from aft_hf.analysis.pictures import CURVES, new_figure, save, styled
@@ -90,6 +91,9 @@ def write_page(records: Records, page: Path, pictures: Path) -> None:
 def render(records: Records, pictures: str) -> str:
     """The text, the table of the claims, that of the comparisons, what is not in the paper, and earlier runs."""
     text = TEXT.format(verdicts=counted(records), errors=_errors(records), runs=_runs(records), edges=_edges(records))
+    text = "\n\n".join(
+        fill(part, 119, break_on_hyphens=False) if part.startswith("**") else part for part in text.split("\n\n")
+    )
     text += "".join(_row(claim, records) for claim in CLAIMS.values())
     text += "\n## Comparisons\n\n" + COMPARISONS
     text += "".join(_comparisons(claim, records) for claim in CLAIMS.values()) + "\n"
@@ -141,7 +145,7 @@ def _made_by(records: Records) -> str:
     """The machines of the confirmed runs, and their versions."""
     found = _confirmed(records)
     versions = {" ".join(pair) for record in found for pair in record["versions"].items() if "aft" not in pair[0]}
-    machines = sorted({record["device"] for record in found})
+    machines = sorted({record["device"].replace(", 1 threads", ", 1 thread") for record in found})
     return f" Machine: {'; '.join(machines)}; {', '.join(sorted(versions))}." if found else ""
 
 
