@@ -145,7 +145,7 @@ _CLAIMS = (
             _beats("images", "full", "full-unfactorized", paper=(0.798, 0.782)),
             _beats("bias parameters per layer", "pixels", "pixels-unfactorized", "bias_parameters"),
         ),
-        "In runs of a quarter of the steps, factors are ahead on pixels.",
+        "With a quarter of the steps, factors are ahead on pixels.",
     ),
     Claim(
         "6",
@@ -157,7 +157,7 @@ _CLAIMS = (
             _control("characters, equal operations", "characters", "characters-wide-short"),
             _control("pixels, equal operations", "pixels", "pixels-wide-short"),
         ),
-        "Steps are equal, as in the paper. Twice the width at half the depth doubles the operations of a step.",
+        "Twice the width at half the depth doubles the operations of a step.",
     ),
     Claim(
         "7",
@@ -168,6 +168,7 @@ _CLAIMS = (
             _beats("shallow and wide", "pixels-wide", "pixels-transformer-wide", paper=(2.80, 2.88)),
             _beats("AFT-simple, local attention", "pixels-simple", "pixels-image-transformer", paper=(2.89, 2.90)),
         ),
+        "The paper's Image Transformer has 2-D attention, ours 1-D.",
     ),
     Claim(
         "8",
@@ -220,7 +221,7 @@ _CLAIMS = (
             _control("beats random initialization, equal steps in all", "conv-of-vit", "conv-new-long"),
             _control("beats its ViT, equal steps in all", "conv-of-vit", "vit-continued"),
         ),
-        "The paper gives the converted model the steps of the new one, on top of those of its DeiT.",
+        "The paper gives the converted model the steps of the new one, beyond those of its DeiT.",
     ),
     Claim(
         "14",
