@@ -34,7 +34,7 @@ better), images in accuracy.
 t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p, of a t test against 0 or the margin that a
 claim allows, is adjusted by Holm over the comparisons of a claim (controls apart); intervals are not adjusted. A
 comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one that fails sinks
-it; one without three seeds leaves it *incomplete*. Controls are ours. Parameters and memory (peak
+it; one without three seeds leaves it *incomplete*. Controls are ours and decide nothing. Parameters and memory (peak
 of a call, without weights) are exact;
 speeds, measured beside other processes, have a sign test over nine turns. Intervals, first learning rates and seeds
 were fixed before the confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the
@@ -42,10 +42,10 @@ sampling error of the test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
 another seed. For {{edges}} (‡), the best rate is at the edge of the grid.
-The appendix (a quarter of the steps) decides nothing.
+The appendix (earlier, a quarter of the steps) decides nothing.
 
 ```bash
-# on a GPU: --device cuda --minutes 8
+# on a GPU, add --device cuda --minutes 8
 nice python -m scripts.reproduction all --hours 10 \\
     --text tinyshakespeare.txt --images cifar10
 python -m scripts.reproduction report
@@ -124,7 +124,10 @@ def _errors(records: Records) -> str:
     for record in _confirmed(records):
         if "test_error" in record["metrics"] and ARMS[record["arm"]].data in kinds:
             errors.setdefault(kinds[ARMS[record["arm"]].data], []).append(record["metrics"]["test_error"])
-    return ", ".join(f"{max(values):.3f} {kind}" for kind, values in errors.items()) or "not measured"
+    return (
+        ", ".join(f"{math.ceil(1e3 * max(values)) / 1e3:.3f} {kind}" for kind, values in errors.items())
+        or "not measured"
+    )
 
 
 def _confirmed(records: Records) -> list[Record]:
@@ -145,7 +148,7 @@ def _made_by(records: Records) -> str:
     found = _confirmed(records)
     versions = {" ".join(pair) for record in found for pair in record["versions"].items() if "aft" not in pair[0]}
     machines = sorted({record["device"].replace(", 1 threads", ", 1 thread") for record in found})
-    return f" Machine: {'; '.join(machines)}; {', '.join(sorted(versions))}." if found else ""
+    return f" Machines: {'; '.join(machines)}; {', '.join(sorted(versions))}." if found else ""
 
 
 def _edges(records: Records) -> str:

@@ -270,6 +270,12 @@ class AFTLayerState(CacheLayerMixin):
             else:
                 setattr(self, name, changed)
 
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map(lambda x: x.to(self.device, non_blocking=True))
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
 
