@@ -42,7 +42,7 @@ sampling error of the test sets (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
 another seed. For {{edges}} (‡), the best rate is at the edge of the grid.
-The appendix (earlier, a quarter of the steps) decides nothing.
+The appendix has earlier runs (a quarter of the steps), which decide nothing.
 
 ```bash
 # on a GPU, add --device cuda --minutes 8
