@@ -54,8 +54,10 @@ def test_overrides_reach_into_sections_and_come_after_smoke(recipe):
 def test_one_of_two_alternatives_replaces_the_other(recipe):
     assert load_recipe(recipe, ["steps=7"]).epochs is None
     assert load_recipe(recipe, ["epochs=7"], smoke=True).steps is None
-    pretrained = load_recipe(recipe, ["model.pretrained=somewhere"]).model
-    assert pretrained == {"hidden_size": 32, "pretrained": "somewhere"}
+    # The sizes in the file describe another model; those beside `pretrained` are wanted.
+    for order in (1, -1):
+        overrides = ["model.hidden_dropout_prob=0.2", "model.pretrained=somewhere"][::order]
+        assert load_recipe(recipe, overrides).model == {"hidden_dropout_prob": 0.2, "pretrained": "somewhere"}
     with pytest.raises(ValueError, match="give either epochs or steps"):
         load_recipe(recipe, ["epochs=null"])
 
@@ -74,6 +76,12 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         ("global_batch_size=true", r"^global_batch_size=True: must be a valid integer"),
         ("mixed_precision=fp8", r"^mixed_precision='fp8': must be 'no', 'bf16' or 'fp16'$"),
         ("schedule.name=cosin", r"^schedule.name='cosin': not a known schedule; did you mean cosine\?$"),
+        ("schedule.warmup_steps=5", r"^schedule.name='constant' has no warm-up; give constant_with_warmup$"),
+        ("epochs=.inf", r"^epochs=inf: must be a finite number$"),
+        (
+            "model={architecture: aft, aft_type: full, aft_type: conv}",
+            r"^model=.*: line 1: 'aft_type' is given twice$",
+        ),
         ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),
@@ -95,6 +103,12 @@ def test_the_base_of_a_recipe_is_a_name_that_a_file_can_have(recipe):
     recipe.write_text('task: bytes\nbase: "a\\0b"\n')
     with pytest.raises(ValueError, match=r"recipe.yaml: not YAML that can be read: line 2: a text must not contain"):
         load_recipe(recipe)
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    found = load_recipe(recipe, ["output_dir=~/run", "data.train=~/text"])
+    assert (found.output_dir, found.data.train) == ("/home/me/run", "/home/me/text")
 
 
 def test_a_missing_key_is_named():

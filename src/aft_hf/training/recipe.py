@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from reprlib import repr as shown
 from typing import Annotated, Any, Generic, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import CONFIG_MAPPING, SchedulerType
 from typing_extensions import TypeVar
 
@@ -18,7 +19,8 @@ from ..errors import complete_message, explain, shortened
 from ..reading import ModelConfig, PlainLoader, parse_yaml, read_text
 
 
-# Pairs of keys of which a recipe has only one: an override of one key removes the other.
+# Pairs of keys of which a recipe has only one: an override of one key removes the other. `pretrained` in place of
+# `architecture` removes the other fields of the model, too: they describe another one.
 ALTERNATIVES = (
     ("epochs", "steps"),
     ("warmup_epochs", "warmup_steps"),
@@ -38,8 +40,10 @@ Natural = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Three = Field(min_length=3, max_length=3)
+Place = Annotated[str, AfterValidator(os.path.expanduser)]  # a shell does not expand the ~ of `output_dir=~/run`
 Pair = Annotated[list[Probability], Field(min_length=2, max_length=2)]
 
 
@@ -52,20 +56,24 @@ class Section(BaseModel):
 class Data(Section):
     """Data settings of all tasks. A recipe needs `train` or `dataset`, usually given on the command line."""
 
-    train: str | None = Field(None, description="Training data: a file or a folder, or `generated`.")
-    validation: str | None = Field(None, description="Validation data, as for train.")
-    dataset: str | None = Field(None, description="In place of files: an id on the Hub, or a local dataset.")
+    train: Place | None = Field(None, description="Training data: a file or a folder, or `generated`.")
+    validation: Place | None = Field(None, description="Validation data, as for train.")
+    dataset: Place | None = Field(None, description="In place of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
     workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
-    max_train_samples: Count | None = Field(None, description="Train on the first samples only. null: on all.")
-    max_eval_samples: Count | None = Field(None, description="Evaluate the first samples only. null: all.")
+    max_train_samples: Count | None = Field(
+        None, description="Train on the first samples only (labeled images: drawn). null: on all."
+    )
+    max_eval_samples: Count | None = Field(
+        None, description="Evaluate the first samples only (labeled images: drawn). null: all."
+    )
 
 
 class BytesData(Data):
     """Files that are read as bytes, or a dataset whose texts are joined to a file for each split. A single file is
     split by position (see `aft_hf.data.text.split_bytes`)."""
 
-    test: str | None = Field(None, description="Test data: a file.")
+    test: Place | None = Field(None, description="Test data: a file.")
     text_column: str = Field("text", description="Column of the dataset with the texts.")
     seq_len: Count = Field(1024, description="Predicted tokens (bytes) per sample.")
     eval_stride: Count | None = Field(None, description="New tokens per evaluated sample. null: seq_len, no overlap.")
@@ -74,7 +82,7 @@ class BytesData(Data):
 class TokensData(BytesData):
     """As `BytesData`, for texts in UTF-8 that a tokenizer splits into tokens."""
 
-    tokenizer: str = Field(description="Tokenizer of a saved model or tokenizer: a directory, or an id on the Hub.")
+    tokenizer: Place = Field(description="Tokenizer of a saved model or tokenizer: a directory, or an id on the Hub.")
 
 
 class ImageRowsData(Data):
@@ -115,8 +123,12 @@ class ImagesData(ImageRowsData):
     label_column: str = Field("label", description="Column of the labels.")
     image_size: Count = Field(224, description="Side in pixels.")
     eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
-    image_mean: list[float] = Field([0.485, 0.456, 0.406], description="Mean of each channel, for normalization.")
-    image_std: list[Positive] = Field([0.229, 0.224, 0.225], description="Standard deviation of each channel.")
+    image_mean: Annotated[list[float], Three] = Field(
+        [0.485, 0.456, 0.406], description="Mean of each channel, for normalization. Of model.pretrained: its own."
+    )
+    image_std: Annotated[list[Positive], Three] = Field(
+        [0.229, 0.224, 0.225], description="Standard deviation of each channel. Of model.pretrained: its own."
+    )
     augmentation: Augmentation = Augmentation()
 
 
@@ -151,6 +163,8 @@ class Schedule(Section):
     def _one_warmup(self) -> "Schedule":
         if self.warmup_steps is not None and self.warmup_epochs is not None:
             raise complete_message("schedule: give warmup_steps or warmup_epochs, not both")
+        if self.name == "constant" and (self.warmup_steps or self.warmup_epochs):
+            raise complete_message("schedule.name='constant' has no warm-up; give constant_with_warmup")
         return self
 
 
@@ -196,9 +210,9 @@ class Recipe(Section, Generic[DataType]):
     evaluate_every: Count | None = Field(None, description="Steps between evaluations. null: an epoch.")
     save_every: Count | None = Field(None, description="Steps between checkpoints. null: an epoch.")
     keep_checkpoints: Count = Field(2, description="How many of the newest checkpoints to keep.")
-    resume: str | None = Field(None, description="Checkpoint to resume from. null: the newest in output_dir.")
+    resume: Place | None = Field(None, description="Checkpoint to resume from. null: the newest in output_dir.")
     tracker: str | None = Field("tensorboard", description="Name of a tracker of Accelerate. null: no tracker.")
-    output_dir: str = Field(description="Directory of the run. Default: outputs/FOLDER/NAME of the recipe's file.")
+    output_dir: Place = Field(description="Directory of the run. Default: outputs/FOLDER/NAME of the recipe's file.")
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -330,7 +344,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         values.pop("output_dir", None)
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
-    for override in overrides:
+    for override in sorted(overrides, key=lambda each: not each.startswith("model.pretrained=")):
         key, equals, value = override.partition("=")
         if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
@@ -381,6 +395,12 @@ class _Loader(PlainLoader):
             raise ValueError(f"{line}: a text must not contain {found[0]!r}, got {shown(value)}")
         return value
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if doubled := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"line {node.start_mark.line + 1}: {shown(doubled[0])} is given twice")
+        return super().construct_mapping(node, deep)
+
 
 class _Dumper(yaml.SafeDumper):
     """YAML dumper for `_Loader`: it quotes strings that `_Loader` would read as another type."""
@@ -396,8 +416,8 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
     for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-        if more.get(one) is not None and other not in more:
-            merged.pop(other, None)
+        if more.get(one) is not None and other not in more and merged.pop(other, None) and one == "pretrained":
+            merged.clear()
     for key, value in more.items():
         first, *rest = str(key).split(".")
         for part in reversed(rest):
