@@ -153,6 +153,47 @@ def test_a_signal_saves_after_the_step_and_exits_and_the_run_goes_on(tmp_path, f
         assert same_run(values, run(values), finished)
 
 
+def test_an_evaluation_that_fails_does_not_lose_the_steps_before_it(tmp_path, finished, monkeypatch):
+    values = bytes_recipe(tmp_path)
+
+    def damaged(self, model, batch):
+        raise ValueError("a damaged image")
+
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="a damaged image"):
+        patched.setattr(BytesTask, "scores", damaged)
+        run(values)
+    assert (tmp_path / "run/checkpoints/step-000000006").is_dir()
+    results = run(values)
+    assert results["evaluations"] == finished[1]["evaluations"][1:]
+    assert same_run(values, results | {"evaluations": finished[1]["evaluations"]}, finished)
+
+
+def test_a_run_that_is_stopped_says_how_to_continue_it(tmp_path, monkeypatch, capsys):
+    values, update = bytes_recipe(tmp_path), loop.Run.update
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        update(self)
+
+    monkeypatch.setattr(loop.Run, "update", interrupted)
+    for told, resume in (("the same command resumes", None), ("leave out resume to continue", "step-000000001")):
+        with pytest.raises(SystemExit):
+            run(values | {"resume": resume and str(tmp_path / "run/checkpoints" / resume)})
+        assert told in capsys.readouterr().out
+
+
+def test_the_compiler_of_accelerate_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ValueError, match="recipes are compiled by compile=true"):
+        run(bytes_recipe(tmp_path))
+
+
+def test_bytes_that_are_no_text_have_no_bits_per_character(tmp_path):
+    (tmp_path / "silence").write_bytes(bytes([0x80]) * 1000)
+    values = bytes_recipe(tmp_path, data={"train": str(tmp_path / "silence"), "seq_len": 16}, steps=2)
+    assert run(values)["metrics"]["test"].keys() == {"bits_per_byte"}
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rate(tmp_path):
     values = bytes_recipe(tmp_path, max_grad_norm=None, ema_decay=None, save_every=1)
     values |= {"optimizer": {"learning_rate": 1e30}, "schedule": {"name": "constant"}}

@@ -19,6 +19,7 @@ class Training(Protocol):
 
     accelerator: Accelerator
     step: int  # optimizer steps that are done
+    advice: str = "the same command resumes from it"  # on a checkpoint that is saved when the training is stopped
 
     def is_done(self) -> bool:
         """Return whether no step is left; all processes get the same value."""
@@ -49,7 +50,7 @@ def take_steps(training: Training) -> None:
             stopped = stop.agreed()
             checkpoint = training.after_step(bar, stops=bool(stopped))
             if stopped and not training.is_done():
-                saved = f"saved {checkpoint}; the same command resumes from it" if checkpoint else "nothing is saved"
+                saved = f"saved {checkpoint}; {training.advice}" if checkpoint else "nothing is saved"
                 accelerator.print(f"{signal.Signals(stopped).name}: stopped after {training.step} steps; {saved}")
                 raise SystemExit(128 + stopped)
 

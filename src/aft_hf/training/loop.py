@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, send_to_device
+from accelerate.utils import DistributedType, DynamoBackend, GradientAccumulationPlugin, send_to_device
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
@@ -78,6 +78,8 @@ class Run(Training):
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
+        if recipe.resume is not None:
+            self.advice = "leave out resume to continue from it"
         self.context_group = group = ContextParallelGroup.of(recipe, join_processes())
         micro_batch_size, self.accumulation = recipe.accumulation(group.groups)
         self.task = task = TASKS[recipe.task](recipe)
@@ -201,11 +203,19 @@ class Run(Training):
             self.report(bar)
         if evaluates:
             split = next(iter(self.evaluated))
-            self.record.evaluations.append({"step": self.step, **self.evaluate(split)})
+            try:
+                scores = self.evaluate(split)
+            except Exception:  # such as a damaged image; the other processes of several wait in the evaluation
+                if saves and self.accelerator.num_processes == 1:
+                    self.save()
+                raise
+            self.record.evaluations.append({"step": self.step, **scores})
             self.accelerator.log(self.record.evaluations[-1], step=self.step)
             self.since = time.perf_counter()
-        if not saves:
-            return None
+        return self.save() if saves else None
+
+    def save(self) -> Path:
+        """Save a checkpoint, if the weights are finite."""
         self.check_weights()
         state = {"record": self.record, "recipe": self.recipe.model_dump(), "data": self.data}
         checkpoint = self.checkpoints.save(self.step, state)
@@ -341,6 +351,8 @@ def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("recipes do not train with DeepSpeed: use FSDP2 (configs/accelerate/fsdp2.yaml)")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # it would wrap the model
+        raise ValueError("recipes are compiled by compile=true: leave out the dynamo backend of accelerate launch")
     if recipe.tracker is not None:
         # Trackers write files beside the model, which may be published: paths are reduced to file names.
         values = flatten_dict(portable(recipe.model_dump()))

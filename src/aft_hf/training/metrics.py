@@ -30,7 +30,8 @@ def accuracy_and_loss(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, f
 def code_length(nats: torch.Tensor, counts: torch.Tensor, units: Sequence[str]) -> dict[str, float]:
     """Return the code length of the data in bits per unit: per byte, per character, per token or per sub-pixel.
 
-    Losses and units are summed before the division, so a row may hold any number of units.
+    Losses and units are summed before the division, so a row may hold any number of units. A unit that does not occur,
+    such as a character in bytes that are no text, is left out.
 
     Args:
         nats: losses, summed over each row, (n,).
@@ -38,4 +39,4 @@ def code_length(nats: torch.Tensor, counts: torch.Tensor, units: Sequence[str]) 
         units: names of the units.
     """
     bits = nats.double().sum().item() / math.log(2)
-    return {f"bits_per_{unit}": bits / count for unit, count in zip(units, counts.sum(0).tolist())}
+    return {f"bits_per_{unit}": bits / count for unit, count in zip(units, counts.sum(0).tolist()) if count}
