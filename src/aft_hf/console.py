@@ -5,11 +5,12 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import typer
 from rich.console import Console
 from transformers.utils import logging
 
@@ -19,6 +20,13 @@ from .errors import ENDS, described, is_out_of_memory, message_of, printable
 TRACEBACK = "AFT_HF_TRACEBACK"  # environment variable: if it is set, a command that fails shows the traceback
 COLOR = re.compile(r"\x1b\[[\d;]*m")
 MOVES = re.compile(r"(?:\x1b\[A)+\Z|\r")  # of progress bars, on stderr: to the bar above, to the start of the line
+
+
+def refuse_unused(context: typer.Context, needs: Mapping[str, str]) -> None:
+    """Raise a `ValueError` that names the given options that have no effect, of those in `needs`, and their need."""
+    sources = {name: context.get_parameter_source(name) for name in needs}
+    if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
+        raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))
 
 
 @contextmanager

@@ -249,6 +249,8 @@ def test_invalid_options_of_convert_deit_are_refused_by_name(vit, tmp_path, opti
         (["--init", "attention", "--images", "empty"], "no images in it"),
         (["--init", "attention", "--images", "unreadable"], "cannot be read as an image"),
         (["--images", "pictures"], "--images needs --distill or --init attention"),
+        (["--aft-type", "full", "--kernel-size", 7], "--kernel-size needs --aft-type conv"),
+        (["--aft-type", "simple", "--position-bias-dim", 7], "--position-bias-dim needs --aft-type full or local"),
         (["--learning-rate", 1, "--steps", 3], "--steps needs --distill, --learning-rate needs --distill"),
         (["--distill"], "--distill needs --images"),
     ],

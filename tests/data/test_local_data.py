@@ -136,6 +136,26 @@ def test_parquet_files_in_a_folder_are_read_in_order_and_not_beside_images(tmp_p
             read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("names", "of_splits"),
+    [
+        (["train-00000-of-00001", "test-00000-of-00001"], True),
+        (["train/0", "Test/0"], True),
+        (["train-00000-of-00002", "train-00001-of-00002"], False),
+        (["data/trained", "data/tested"], False),
+    ],
+    ids=str,
+)
+def test_parquet_files_of_several_splits_are_not_joined(tmp_path, names, of_splits):
+    for name in names:
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / f"{name}.parquet")
+    if of_splits:
+        with pytest.raises(ValueError, match=r"its files are of several splits .*: give a folder or file of one"):
+            load_local(tmp_path)
+    else:
+        assert {*load_local(tmp_path)["text"]} == {*names}
+
+
 @pytest.mark.parametrize("split", ["train", "val", "Test"])
 @pytest.mark.parametrize("outer", ["", "deep/"])
 def test_a_folder_of_splits_is_refused(folder, outer, split):

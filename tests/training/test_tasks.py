@@ -1,17 +1,21 @@
 """The tasks on small images and texts: data, metrics and saved models."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from runs import CLASSES, bpe_tokenizer, bytes_recipe, images_recipe, pixels_recipe, run
+from tokenizers import normalizers
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers.testing_utils import CaptureLogger
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+from transformers.utils import logging
 
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.data import text
@@ -77,8 +81,73 @@ def test_a_vit_trains_by_the_same_recipe_and_so_does_a_trained_model_of_another_
     processor = AutoImageProcessor.from_pretrained(values["output_dir"])  # evaluates centre crops of larger images
     assert processor(PILImage.new("RGB", (30, 20)), return_tensors="pt")["pixel_values"].shape == (1, 3, 8, 8)
     assert dict(processor.size)["shortest_edge"] == 10
-    with pytest.raises(ValueError, match="num_labels=9: the data has"):
-        run(values | {"model": values["model"] | {"num_labels": 9}, "output_dir": str(tmp_path / "other")})
+
+
+def test_a_model_that_is_trained_further_keeps_the_order_of_its_classes_and_its_normalization(tmp_path, images):
+    still = {"steps": 1, "optimizer": {"learning_rate": 1e-30}, "ema_decay": None}
+    values = images_recipe(tmp_path, images, steps=20)
+    values["data"] = values["data"] | {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    expected = run(values)["metrics"]
+    rows = Dataset.from_parquet(str(images))
+    names = ["zebra", *CLASSES[1:]]  # sorted, the first class is the last
+    rows.cast_column("label", ClassLabel(names=names)).to_parquet(images := tmp_path / "named.parquet")
+    first = run(values | {"output_dir": str(tmp_path / "named"), "data": values["data"] | paths(images)})["metrics"]
+    assert first == expected
+    strings = [names[label] for label in rows["label"]]
+    features = Features(image=Image(), label=Value("string"))
+    Dataset.from_dict({"image": rows["image"], "label": strings}, features).to_parquet(tmp_path / "strings.parquet")
+    again = still | {"model": {"pretrained": str(tmp_path / "named")}, "output_dir": str(tmp_path / "again")}
+    again["data"] = {"image_size": 8} | paths(tmp_path / "strings.parquet")
+    assert run(values | again)["metrics"] == {"validation": pytest.approx(expected["validation"], rel=1e-5)}
+
+
+def paths(images: Path) -> dict[str, str]:
+    return {"train": str(images), "validation": str(images)}
+
+
+@pytest.mark.parametrize("model", [{"id2label": {0: "light", 1: "dark", 2: "red"}}, {"num_labels": 9}], ids=str)
+def test_classes_that_contradict_the_data_are_refused(tmp_path, images, model):
+    values = images_recipe(tmp_path, images)
+    with pytest.raises(ValueError, match="the data has the 3 classes"):
+        run(values | {"model": values["model"] | model})
+
+
+def test_a_class_that_only_the_held_out_images_have_is_known(tmp_path, images):
+    rows = Dataset.from_parquet(str(images)).take(20)
+    features = Features(image=Image(), label=Value("string"))
+    for rare in range(20):  # one of them is held out
+        labels = ["rare" if i == rare else "usual" for i in range(20)]
+        Dataset.from_dict({"image": rows["image"], "label": labels}, features).to_parquet(tmp_path / "rare.parquet")
+        values = images_recipe(tmp_path, images, data={"train": str(tmp_path / "rare.parquet"), "image_size": 8})
+        assert TASKS["images"](build_recipe(values)).config_values["label2id"] == {"rare": 0, "usual": 1}
+
+
+def test_few_samples_of_a_folder_that_is_sorted_by_class_have_all_classes(tmp_path, images):
+    rows = Dataset.from_parquet(str(images)).sort("label")
+    rows.to_parquet(tmp_path / "sorted.parquet")
+    data = {"max_train_samples": 12, "max_eval_samples": 12, "image_size": 8} | paths(tmp_path / "sorted.parquet")
+    task = TASKS["images"](build_recipe(images_recipe(tmp_path, images, data=data)))
+    for samples in (task.train, *task.evaluated.values()):
+        assert {*samples.rows["label"]} == {0, 1, 2} and len(samples) == 12
+
+
+@pytest.mark.parametrize("inside", ["", "outputs/run"])
+def test_an_output_directory_in_the_data_is_refused(tmp_path, images, inside):
+    values = images_recipe(tmp_path, images, output_dir=str(tmp_path / "data" / inside))
+    (tmp_path / "data").mkdir()
+    shutil.copy(images, tmp_path / "data" / "images.parquet")
+    values["data"] = values["data"] | paths(tmp_path / "data")
+    with pytest.raises(ValueError, match="lies in the data"):
+        run(values)
+
+
+def test_a_bidirectional_model_is_trained_as_a_decoder(tmp_path):
+    model = {"architecture": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BytesTask(build_recipe(bytes_recipe(tmp_path, model=model))).build_model().eval()
+    tokens = torch.arange(16)[None]
+    changed = tokens.clone()
+    changed[0, -1] = 77
+    assert torch.equal(model(tokens).logits[0, :-1], model(changed).logits[0, :-1])
 
 
 def test_text_beyond_ascii_has_bits_per_character_too(tmp_path):
@@ -218,6 +287,16 @@ def test_a_model_of_tokens_has_bits_per_token_and_per_byte_and_is_resumed(tmp_pa
     build_byte_tokenizer().save_pretrained(other)
     with pytest.raises(ValueError, match="other training data"):
         run(values | {"data": values["data"] | {"tokenizer": str(other)}, "steps": 14})
+
+
+def test_a_tokenizer_that_changes_the_text_is_reported_although_its_tokens_are_cached(tmp_path):
+    (tmp_path / "text").write_text("One TWO three. " * 9)
+    lower = bpe_tokenizer("one two three", normalizers.Lowercase())
+    for _ in range(2):
+        logging.warning_once.cache_clear()
+        with CaptureLogger(text.logger) as log:
+            text.tokenize_file(tmp_path / "text", (0, 100), lower)
+        assert "the tokenizer changes the text, for example to lower case" in log.out
 
 
 def test_a_text_that_cannot_be_tokenized_is_named(tmp_path):

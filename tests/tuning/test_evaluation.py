@@ -17,6 +17,7 @@ from transformers.testing_utils import CaptureLogger
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.conversion import adapt_to_image_size, read_source
+from aft_hf.data.images import logger as classes_logger
 from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
 from aft_hf.tuning.evaluation import evaluate_classifier, evaluate_language_model, logger
 
@@ -178,14 +179,14 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
     model = classifier()
     data = labelled(images, [f"tree {i}" for i in range(CLASSES)])
     expected = metrics_by_hand(model, processor_for(16), data)
-    with CaptureLogger(logger) as log:  # the model has no class names
+    with CaptureLogger(classes_logger) as log:  # the model has no class names
         assert evaluate_classifier(model, processor_for(16), data) == pytest.approx(expected, rel=1e-4)
     told = "matched by number: the data has the 7 classes ['tree 0',", "the model 7: ['LABEL_0',"
     assert all(part in log.out for part in told)
     model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
     with pytest.raises(ValueError, match=r"has the 7 classes \['tree 0', .*\], the model 7: \['animal 0',"):
         evaluate_classifier(model, processor_for(16), data)
-    with pytest.raises(ValueError, match="the data has 8 classes, the model 7"):
+    with pytest.raises(ValueError, match=r"the data has the 8 classes \[.*, the model 7"):
         evaluate_classifier(model, processor_for(16), labelled(images, [str(i) for i in range(CLASSES + 1)]))
     for names in (["0", "7"], ["3", "03"]):  # there is no class 7, and 3 has a name already
         data = labelled({"image": images["image"][:2], "label": [0, 1]}, names)
@@ -325,6 +326,38 @@ def test_a_classifier_is_evaluated_at_every_size_that_is_asked_for(evaluate, ima
     ):
         done, _ = evaluate(*options, data=data)
         assert done.returncode == code and message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "results.json"])
+def test_no_file_but_an_earlier_evaluation_is_replaced(evaluate, tmp_path, run_command, name):
+    classifier().save_pretrained(tmp_path)
+    processor_for(16).save_pretrained(tmp_path)
+    (tmp_path / "results.json").write_text('{"metrics": {}}')
+    before = (tmp_path / name).read_bytes()
+    evaluate()
+    done = run_command("aft-hf", "evaluate", tmp_path, tmp_path / "images.parquet", "--out", tmp_path / name)
+    assert done.returncode == 1 and f"{name}: is no evaluation, so it is not replaced" in done.stderr
+    assert (tmp_path / name).read_bytes() == before
+    assert evaluate("--batch-size", 2)[0].returncode == 0
+
+
+def test_few_images_of_a_folder_that_is_sorted_by_class_have_several_classes(evaluate, images, tmp_path):
+    (model := classifier()).save_pretrained(tmp_path)
+    processor_for(16).save_pretrained(tmp_path)
+    images.sort("label").to_parquet(tmp_path / "sorted.parquet")
+    some = images.sort("label").shuffle(seed=0).take(4)
+    assert len({*some["label"]}) > 1
+    expected = evaluate_classifier(model, processor_for(16), some)
+    assert evaluate("--max-samples", 4, data="sorted.parquet")[1] == {"as trained": pytest.approx(expected)}
+
+
+def test_options_without_an_effect_are_refused(evaluate, tmp_path):
+    classifier().save_pretrained(tmp_path)
+    processor_for(16).save_pretrained(tmp_path)
+    done, _ = evaluate("--stride", 3, "--text-column", "zzz")
+    assert done.returncode == 1 and done.stderr.endswith(
+        "--stride needs a language model, --text-column needs a language model\n"
+    )
 
 
 def test_a_model_without_image_processor_gets_that_of_its_conversion(evaluate, tmp_path, caplog):

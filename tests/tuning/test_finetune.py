@@ -25,6 +25,7 @@ from aft_hf.data import loading
 from aft_hf.publishing.folder import files_to_upload
 from aft_hf.running.ownership import RUN, owned
 from aft_hf.tuning import fine_tuning
+from aft_hf.tuning.evaluation import evaluate_classifier
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache", "without_limits")
@@ -124,6 +125,38 @@ def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_
         assert torch.equal(after.aft.layers[0].mixer.v_proj.weight, before.aft.layers[0].mixer.v_proj.weight)
 
 
+def test_a_model_keeps_the_names_of_its_classes_if_the_labels_are_numbers(images, tmp_path, caplog):
+    names = {0: "red", 1: "blue"}
+    model = save_classifier(tmp_path / "before", id2label=names, label2id={"red": 0, "blue": 1})
+    numbers = parquet(tmp_path / "numbers.parquet", [0, 1] * 4, Value("int64"))
+    start(model, tmp_path / "after", "--do_train", "--train", numbers, "--max_steps", 1, "--validation_share", 0)
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "after").config.id2label == names
+    assert "classes are matched by number: the data has the 2 classes ['0', '1']" in caplog.text
+
+
+def test_an_evaluation_alone_uses_the_classes_of_the_model(classifier, images, tmp_path):
+    names = {0: "red", 1: "green", 2: "blue"}  # the images are red and blue
+    labels = {name: number for number, name in names.items()}
+    model = save_classifier(tmp_path / "model", id2label=names, label2id=labels, output_hidden_states=True)
+    found = start(model, tmp_path / "out", "--do_eval", "--validation", images)
+    expected = evaluate_classifier(
+        AutoModelForImageClassification.from_pretrained(model),
+        ViTImageProcessorPil.from_pretrained(model),
+        loading.load_local(images),
+    )
+    assert found["eval_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"the data has the 2 classes .*, the model 2: .*'cat'"):
+        other = save_classifier(tmp_path / "other", id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1})
+        start(other, tmp_path / "out", "--do_eval", "--validation", images)
+
+
+def test_the_results_of_an_earlier_training_do_not_outlive_it(classifier, images, tmp_path):
+    options = ["--train", images, "--max_steps", 1]
+    start(classifier, tmp_path, *BOTH, *options)
+    start(classifier, tmp_path, "--do_train", *options, "--learning_rate", 1e-2)
+    assert not [name for name in json.loads((tmp_path / "all_results.json").read_text()) if name.startswith("eval")]
+
+
 def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classifier, tmp_path):
     parquet(tmp_path / "train.parquet", [0, 1] * 4, ClassLabel(names=["dark", "light"]))
     # The same images and class names, numbered in another order.
@@ -132,7 +165,8 @@ def test_labels_mean_the_same_classes_in_files_that_number_them_otherwise(classi
     results = []
     for validation in ("train", "validation", "strings"):
         paths = ["--train", tmp_path / "train.parquet", "--validation", tmp_path / f"{validation}.parquet"]
-        results.append(start(classifier, tmp_path / "out", "--do_eval", *paths)["eval_loss"])
+        options = [*BOTH, *paths, "--max_steps", 1, "--learning_rate", 0]
+        results.append(start(classifier, tmp_path / validation, *options)["eval_loss"])
     assert results[0] == results[1] == results[2]
 
 
@@ -445,6 +479,8 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
         (["--do_train", "--train", "{images}", "--augmentation", "flip"], "augmentation must be one of"),
         (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
+        (["--do_train", "--train", "{images}", "--distillation", "hard"], "--distillation needs --teacher"),
+        (["--do_train", "--train", "{images}", "--output_dir", "{images}/out"], "lies in the data"),
     ],
 )
 def test_invalid_options_of_finetune_are_refused_by_name(options, message, classifier, images, tmp_path):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..console import plain_console
+from ..console import plain_console, refuse_unused
 from ..conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
 from ..conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
 from ..data.classes import chooses_a_class, other_task
@@ -106,7 +106,7 @@ def convert_command(
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
-    _refuse_unused(context, distill, init)
+    refuse_unused(context, _needs(types, distill, init))
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
@@ -145,16 +145,18 @@ def convert_command(
         console.print(line, soft_wrap=True)
 
 
-def _refuse_unused(context: typer.Context, distill: bool, init: str) -> None:
-    """Raise a `ValueError` that names the given options that have no effect, and what they need."""
+def _needs(types: list[str], distill: bool, init: str) -> dict[str, str]:
+    """Return what the options need that have no effect."""
     needs = {} if distill else dict.fromkeys(OF_DISTILLATION, "--distill")
     if init == "paper":
         needs["num_images"] = "--init attention"
         if not distill:
             needs["images"] = "--distill or --init attention"
-    sources = {name: context.get_parameter_source(name) for name in needs}
-    if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
-        raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))
+    of_types = {"kernel_size": {"conv"}, "window_size": {"local"}, "position_bias_dim": {"full", "local"}}
+    for option, allowed in of_types.items():
+        if not allowed & {*types}:
+            needs[option] = f"--aft-type {' or '.join(sorted(allowed))}"
+    return needs
 
 
 def _proof(report: ConversionReport) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..console import refuse_unused
+
 
 def train_command(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe in YAML; see configs/.")] = None,
@@ -58,8 +60,8 @@ def finetune_command(
         str | None, in_data(help="In place of --train: a dataset on the Hub, or a local one.")
     ] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
-    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on the first images only.")] = None,
-    max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate the first images only.")] = None,
+    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on so many images, drawn at random.")] = None,
+    max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate so many images.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
     augmentation: Annotated[str, in_data(help="none, shift, crop or resized_crop.")] = "none",
@@ -80,7 +82,11 @@ def finetune_command(
     """
     from ..tuning.fine_tuning import finetune, parse_arguments
 
+    refuse_unused(context, {} if teacher else dict.fromkeys(OF_DISTILLATION, "--teacher"))
     return finetune(SimpleNamespace(**context.params), parse_arguments(context.args))
+
+
+OF_DISTILLATION = ("distillation", "distillation_weight", "distillation_temperature")
 
 
 # Options of `evaluate_command`, by the panel of its help.
@@ -110,11 +116,13 @@ def evaluate_command(
     ] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
-    max_samples: Annotated[int | None, typer.Option(min=1, help="Evaluate the first rows only.")] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate so many images, or the first rows of text.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:
     """Evaluate a saved transformers model: accuracy and loss on images, or bits per byte and token on text."""
     from ..tuning.evaluation import evaluate
 
-    evaluate(SimpleNamespace(**context.params))
+    evaluate(SimpleNamespace(context=context, **context.params))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from reprlib import repr as shown
 from typing import Any
 
 import kornia.augmentation as augmentation
@@ -10,10 +11,15 @@ import torch
 from datasets import ClassLabel, Dataset, Value
 from PIL import Image
 from torch import nn
+from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
+from .classes import are_names, by_number
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -49,11 +55,57 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
     # A larger number, such as a timestamp, would create as many class names.
     if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
-        return [str(number) for number in range(max(labels) + 1)]
+        if (count := max(labels) + 1) > 2 * len(labels):  # the numbers may be ids
+            logger.warning(f"column {column!r} has class numbers up to {count - 1}, of which {len(labels)} occur")
+        return [str(number) for number in range(count)]
     if all(isinstance(label, (str, bool)) for label in labels):
         return sorted(map(str, labels))
     allowed = f"class names or class numbers from 0 to {MOST_LABELS - 1}"
-    raise ValueError(f"column {column!r} must hold {allowed}, got {str(labels[:5])[1:-1]}")
+    odd = [label for label in labels if not isinstance(label, (str, bool))]  # among names, a missing one
+    raise ValueError(f"column {column!r} must hold {allowed}, got {str(odd[:5])[1:-1]}")
+
+
+def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the classes of a model that is trained on a dataset, and the same in the names of the dataset.
+
+    They are those of the dataset, as of `class_names`. A model with the same classes keeps their order, and one with
+    as many keeps its names, with a warning, if those of the dataset are only numbers.
+    """
+    names = class_names(dataset, column)
+    if sorted(names) == sorted(of_model):
+        return [*of_model], [*of_model]
+    if len(names) == len(of_model) and are_names(of_model) and not are_names(names):
+        _warn_of_numbers(names, of_model)
+        return [*of_model], by_number(names, len(names))
+    return names, names
+
+
+def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:
+    """Return the number of each label of a column in a model.
+
+    Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
+    ValueError is raised if the data has classes that the model does not have.
+    """
+    given = class_names(dataset, column)
+    if set(given) <= set(of_model):
+        return class_numbers(dataset, column, of_model)
+    if are_names(given) and are_names(of_model):
+        raise ValueError(
+            f"{_both(given, of_model)}; give data with the model's classes, or, if only the names differ, set "
+            "id2label of the model to those of the data"
+        )
+    if len(given) > len(of_model):
+        raise ValueError(_both(given, of_model))
+    _warn_of_numbers(given, of_model)
+    return class_numbers(dataset, column, given if are_names(given) else by_number(given, len(of_model)))
+
+
+def _both(given: Sequence[str], of_model: Sequence[str]) -> str:
+    return f"the data has the {len(given)} classes {shown(given)}, the model {len(of_model)}: {shown(of_model)}"
+
+
+def _warn_of_numbers(given: Sequence[str], of_model: Sequence[str]) -> None:
+    logger.warning(f"classes are matched by number: {_both(given, of_model)}")
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:

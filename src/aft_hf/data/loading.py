@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 READERS = {PARQUET: Dataset.from_parquet, ".json": Dataset.from_json, ".jsonl": Dataset.from_json}
 FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
-SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders
+SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders, and the first words of names of files
 
 GENERATED = "generated"
 
@@ -131,6 +131,13 @@ def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
         return _image_rows(path, files, labeled)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
+    words = ((word, file) for file in files[::-1] if file != path for word in _words(file.relative_to(path)))
+    of_splits = {word: file for word, file in words if word in SPLITS}
+    if len(of_splits) > 1:
+        raise ValueError(
+            f"{path}: its files are of several splits ({', '.join(map(str, sorted(of_splits.values())))}): give a "
+            "folder or file of one, or give this folder as a dataset (data.dataset, --dataset-name)"
+        )
     try:
         if suffix in READERS:
             return with_safe_images(_read_files(files))
@@ -143,6 +150,12 @@ def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
         empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)  # from JSON
         reason = "it has no rows" if empty else described(error.__cause__ or error)
         raise ValueError(f"{path}: cannot be read as a file of type {suffix[1:]} ({reason})") from error
+
+
+def _words(file: Path) -> list[str]:
+    """Return the parts of the path of a file that may name its split: train/0, train-00000-of-00001."""
+    *folders, name = map(str.lower, file.parts)
+    return [*folders, re.split(r"\W|_", name)[0]]
 
 
 def _read_files(files: Sequence[Path]) -> Dataset:
@@ -214,9 +227,16 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
         parts = splits["train"].train_test_split(share, seed=0)
     logger.warning(
         f"there is no validation data: {len(parts['test'])} of the {len(splits['train'])} training samples are held "
-        f"out for it (validation_share={share})"
+        "out for it"
     )
     return DatasetDict(train=parts["train"], validation=parts["test"])
+
+
+def refuse_inside(output_dir: str, *data: str | None) -> None:
+    """Raise a ValueError if an output directory lies in a folder of data: the next run would read its files."""
+    for path in map(Path, filter(None, data)):
+        if path.is_dir() and Path(output_dir).resolve().is_relative_to(path.resolve()):
+            raise ValueError(f"{output_dir}: lies in the data, {path}; give another output directory")
 
 
 def require_column(splits: DatasetDict, column: str, option: str) -> None:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from reprlib import repr as shown
 from tempfile import TemporaryDirectory
@@ -13,6 +15,7 @@ import torch
 from datasets.fingerprint import Hasher
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..atomic_files import write_atomic
 from ..errors import explained
@@ -20,8 +23,15 @@ from ..limits import limited
 from .samples import SampleKey, sum_file
 
 
+logger = logging.get_logger(__name__)
+
 TOKEN_DTYPE = "uint32"
 PART = 2**20  # bytes of text that are tokenized at a time
+FIRST = 2**16  # characters of a text on which a tokenizer is tried
+LOSSY = (  # the end of a warning
+    "for example to lower case: what is lost costs no bits, so do not compare bits_per_byte with that of another "
+    "tokenizer"
+)
 # The label of bytes that do not count in the loss: the default `ignore_index` of PyTorch.
 IGNORED = -100
 
@@ -75,6 +85,10 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
     with TemporaryDirectory() as directory:  # the rules of a tokenizer are in all of its files
         rules = [sum_file(path) for path in sorted(map(Path, tokenizer.save_pretrained(directory))) if path.is_file()]
     path = cached((tokenize_file.__name__, sum_file(source, (start, stop)), rules), "tokens")
+    with explained(f"{source}: its text cannot be tokenized"):
+        first = [part.decode()[:FIRST] for part in islice(_read_parts(source, start, stop), 1)]
+        if count_changed(first, token_ids(first, tokenizer), tokenizer):
+            logger.warning_once(f"the tokenizer changes the text, {LOSSY}")
     if not path.exists():
         with write_atomic(path) as file, explained(f"{source}: its text cannot be tokenized"):
             for part in _read_parts(source, start, stop):
@@ -87,6 +101,13 @@ def token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     size = sum(len(text.encode()) for text in texts)
     options = {"add_special_tokens": False, "verbose": False}
     return limited(lambda: tokenizer(texts, **options)["input_ids"], tokenizer.name_or_path, size)
+
+
+def count_changed(texts: list[str], rows: list[list[int]], tokenizer: Any) -> int:
+    """Count the texts that their tokens do not give back."""
+    size = sum(len(text.encode()) for text in texts)
+    decode = partial(tokenizer.batch_decode, rows, clean_up_tokenization_spaces=False)
+    return sum(a != b for a, b in zip(texts, limited(decode, tokenizer.name_or_path, size)))
 
 
 def _character_start(path: Path, byte: int) -> int:

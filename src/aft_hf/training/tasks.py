@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -25,19 +26,29 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
-from ..data.classes import require_a_class
-from ..data.loading import GENERATED, draw_images, hold_out, load_named, load_splits, require_column, write_text
+from ..data.classes import model_classes, require_a_class
+from ..data.loading import (
+    GENERATED,
+    draw_images,
+    hold_out,
+    load_named,
+    load_splits,
+    refuse_inside,
+    require_column,
+    write_text,
+)
 from ..data.pixel_sequences import START_TOKEN, PixelSequences
 from ..data.samples import Maker, RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
 from ..errors import explained
 from ..limits import limited
-from ..loading import load
+from ..loading import load, read_image_processor
 from .metrics import accuracy_and_loss, code_length
 from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
 
 
 Batch = dict[str, torch.Tensor]
+VALIDATION_SHARE = 0.05  # of the training rows that are held out if there is no validation data
 
 
 class Task(ABC):
@@ -57,6 +68,7 @@ class Task(ABC):
     processor: Any = None  # tokenizer or image processor, saved with the model
 
     def __init__(self, recipe: Recipe):
+        refuse_inside(recipe.output_dir, recipe.data.train, recipe.data.validation, recipe.data.dataset)
         self.recipe = recipe
 
     def build_model(self) -> PreTrainedModel:
@@ -143,8 +155,9 @@ class BytesTask(SequenceTask):
         self.units_per_sample = data.seq_len
         self.config_values = {
             "modality": "text",
-            "vocab_size": len(self.processor),
+            "vocab_size": max(self.processor.get_vocab().values()) + 1,  # ids may have gaps
             "max_position_embeddings": data.seq_len,
+            "is_decoder": True,  # BERT sees all tokens without it
             "bos_token_id": None,
             "eos_token_id": self.processor.eos_token_id,
             "pad_token_id": self.processor.pad_token_id,
@@ -215,7 +228,7 @@ class PixelsTask(SequenceTask):
     def __init__(self, recipe: PixelsRecipe):
         super().__init__(recipe)
         data = recipe.data
-        splits = read_rows(recipe)
+        splits = hold_out(read_rows(recipe), VALIDATION_SHARE)
         make = PixelSequences(
             data.image_size,
             image_column=data.image_column,
@@ -228,6 +241,7 @@ class PixelsTask(SequenceTask):
         self.config_values = {
             "modality": "text",
             "vocab_size": START_TOKEN + 1,
+            "is_decoder": True,
             "max_position_embeddings": self.units_per_sample,
             "image_size": data.image_size,  # an AFT without a length limit has no other trace of it
             "bos_token_id": START_TOKEN,
@@ -245,15 +259,30 @@ class ImagesTask(Task):
     def __init__(self, recipe: ImagesRecipe):
         # kornia takes seconds to import, and the other tasks do not need it.
         from ..data.classification import BatchAugmentation, TrainingImages
-        from ..data.images import ImagePipeline, class_names, class_numbers
+        from ..data.images import ImagePipeline, class_numbers, trained_classes
 
         super().__init__(recipe)
         data, augmentation = recipe.data, recipe.data.augmentation
-        splits = read_rows(recipe)
+        splits, of_model = read_rows(recipe), []
+        if source := recipe.model.get("pretrained"):
+            of_model, own = model_classes(load(AutoConfig, source)), read_image_processor(source) or {}
+            for name in {"image_mean", "image_std"} - data.model_fields_set:
+                if (value := own.get(name)) is not None:
+                    setattr(data, name, value if isinstance(value, list) else [value] * 3)
         require_column(splits, data.label_column, "data.label_column")
-        names = class_names(splits["train"], data.label_column)
-        if (given := recipe.model.get("num_labels", len(names))) != len(names):
-            raise ValueError(f"model.num_labels={given}: the data has {len(names)} classes; leave it out")
+        names, labels = trained_classes(splits["train"], data.label_column, of_model)
+        numbers = {name: number for number, name in enumerate(names)}
+        splits = hold_out(splits, VALIDATION_SHARE)
+        self.config_values = {
+            "modality": "image",
+            "image_size": data.image_size,
+            "id2label": dict(enumerate(names)),
+            "label2id": numbers,
+        }
+        for name, value in {"num_labels": len(names), **self.config_values}.items():
+            if name not in ("modality", "image_size") and (given := recipe.model.get(name, value)) != value:
+                classes = f"the data has the {len(names)} classes {shown(names)}"
+                raise ValueError(f"model.{name}={shown(given)}: {classes}; leave it out")
         # Resize, crop the center if `eval_crop_ratio` is below 1, and normalize.
         crops, size = data.eval_crop_ratio < 1, {"height": data.image_size, "width": data.image_size}
         self.processor = ViTImageProcessorPil(
@@ -266,22 +295,16 @@ class ImagesTask(Task):
         )
         makers: dict[str, Maker] = {}
         for split, rows in splits.items():
-            labels: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
-            labels["numbers"] = class_numbers(rows, data.label_column, names)
+            options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
+            options["numbers"] = class_numbers(rows, data.label_column, labels)
             if split == "train":
-                makers[split] = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **labels)
+                makers[split] = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
             else:
-                makers[split] = ImagePipeline(self.processor, **labels)
+                makers[split] = ImagePipeline(self.processor, **options)
         self.train, self.evaluated = build_samples(splits, data, makers, data.image_column, data.label_column)
         options = augmentation.model_dump(exclude={"crop_scale", "repetitions"})
         self.augment = BatchAugmentation(len(names), self.processor.image_mean, self.processor.image_std, **options)
         self.repetitions = augmentation.repetitions
-        self.config_values = {
-            "modality": "image",
-            "image_size": data.image_size,
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: i for i, name in enumerate(names)},
-        }
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
@@ -340,16 +363,17 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
 
 
 def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
-    """Return the splits of the recipe's dataset; without a validation split, hold out 5 % of the training rows."""
+    """Return the splits of the recipe's dataset."""
     data = recipe.data
     if data.train == GENERATED:
+        if data.validation is not None:
+            raise ValueError("data.train=generated has validation data of its own; leave out data.validation")
         label_column = getattr(data, "label_column", "label")
         splits = ("train", "validation")
         return DatasetDict({split: draw_images(split, data.image_column, label_column) for split in splits})
     labeled = recipe.task == "images"
     splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, labeled=labeled)
     require_train(splits, data)
-    splits = hold_out(splits, 0.05)
     require_column(splits, data.image_column, "data.image_column")
     return splits
 
@@ -358,14 +382,23 @@ def build_samples(
     splits: DatasetDict, data: ImageRowsData, makers: Mapping[str, Maker], *columns: str
 ) -> tuple[RowSamples, dict[str, Dataset[Any]]]:
     """Return the training samples and those of the other splits, made by the maker of each split."""
-    samples = {split: RowSamples(rows, makers[split], columns) for split, rows in first_rows(splits, data).items()}
+    rows = some_rows(splits, data, shuffled=len(columns) > 1)
+    samples = {split: RowSamples(rows[split], makers[split], columns) for split in rows}
     return samples.pop("train"), {**samples}
 
 
-def first_rows(splits: DatasetDict, limits: Any) -> dict[str, Rows]:
-    """Return the first rows of each split: up to `limits.max_train_samples`, or `limits.max_eval_samples`."""
+def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, Rows]:
+    """Return up to `limits.max_train_samples` or `limits.max_eval_samples` rows of each split.
+
+    They are the first ones or, if `shuffled`, drawn with a fixed seed: folders are sorted by class.
+    """
     most = {"train": limits.max_train_samples}
-    return {split: rows.take(most.get(split, limits.max_eval_samples) or len(rows)) for split, rows in splits.items()}
+    found: dict[str, Rows] = {}
+    for split, rows in splits.items():
+        if (count := most.get(split, limits.max_eval_samples) or len(rows)) < len(rows):
+            rows = (rows.shuffle(seed=0) if shuffled else rows).take(count)
+        found[split] = rows
+    return found
 
 
 def require_train(splits: DatasetDict, data: Data) -> None:

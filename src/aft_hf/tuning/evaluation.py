@@ -3,10 +3,8 @@
 import copy
 import inspect
 from array import array
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from reprlib import repr as shown
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
@@ -31,23 +29,27 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import logging
 
 from ..atomic_files import write_json
-from ..console import plain_console
+from ..console import plain_console, refuse_unused
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
-from ..data.classes import are_names, by_number, model_classes, require_a_class
+from ..data.classes import model_classes, require_a_class
 from ..data.image_size import produces_size, resized_processor
-from ..data.images import ImagePipeline, class_names, class_numbers
+from ..data.images import ImagePipeline, match_classes
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
-from ..data.text import IGNORED, TOKEN_DTYPE, Windows, read_texts, token_ids
+from ..data.text import IGNORED, LOSSY, TOKEN_DTYPE, Windows, count_changed, read_texts, token_ids
 from ..errors import described, explained
-from ..limits import limited
 from ..loading import load, load_trained
 from ..modeling_aft import AFTPreTrainedModel
+from ..publishing.facts import Evaluations
+from ..reading import read_json
 from ..training.metrics import accuracy_and_loss, code_length
 
 
 logger = logging.get_logger(__name__)
+
+OF_IMAGES = ("image_size", "stretch_kernels", "enlarge_patches", "image_column", "label_column")
+OF_TEXT = ("block_size", "stride", "text_column")
 
 
 def evaluate(options: SimpleNamespace) -> None:
@@ -55,12 +57,20 @@ def evaluate(options: SimpleNamespace) -> None:
     source, columns = options.model, {"image_column": options.image_column, "label_column": options.label_column}
     place = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     dataset = load_local(options.data)
-    if options.max_samples is not None:
-        dataset = dataset.take(options.max_samples)
     config = load(AutoConfig, source)
+    if options.out is not None and options.out.exists():
+        try:
+            read_json(options.out, Evaluations)
+        except ValueError as error:
+            raise ValueError(f"{options.out}: is no evaluation, so it is not replaced; give another file") from error
+    is_of_images = is_image_classifier(config)
+    needs, wanted = (OF_TEXT, "a language model") if is_of_images else (OF_IMAGES, "an image classifier")
+    refuse_unused(options.context, dict.fromkeys(needs, wanted))
+    if options.max_samples is not None:  # a folder is sorted by class
+        dataset = (dataset.shuffle(seed=0) if is_of_images else dataset).take(options.max_samples)
     results: dict[str, dict[str, float]] = {}
     with explained(f"{source}: cannot be evaluated on {options.data}"):
-        if is_image_classifier(config):
+        if is_of_images:
             model = load_trained(AutoModelForImageClassification, source, config=config).to(place)
             processor = load_image_processor(source, config)
             for option, column in columns.items():
@@ -119,8 +129,7 @@ def evaluate_classifier(
 ) -> dict[str, float]:
     """Return top-1 accuracy, top-5 accuracy if there are more than five classes, and the loss in nats.
 
-    Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
-    ValueError is raised if the data has classes that the model does not have.
+    Classes are matched as by `match_classes`.
 
     Args:
         model, processor: an image classifier, on the device to run on, and its image processor.
@@ -135,20 +144,7 @@ def evaluate_classifier(
         if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
         processor = resized_processor(processor, image_size)
-    names, given = model_classes(model.config), class_names(dataset, label_column)
-    both = f"the data has the {len(given)} classes {shown(given)}, the model {len(names)}: {shown(names)}"
-    if set(given) <= set(names):
-        numbers = class_numbers(dataset, label_column, names)
-    elif are_names(given) and are_names(names):
-        raise ValueError(
-            f"{both}; give data with the model's classes, or, if only the names differ, set id2label of the model to "
-            "those of the data"
-        )
-    elif len(given) > len(names):
-        raise ValueError(f"the data has {len(given)} classes, the model {len(names)}: {shown(given)}")
-    else:
-        logger.warning(f"classes are matched by number: {both}")
-        numbers = class_numbers(dataset, label_column, given if are_names(given) else by_number(given, len(names)))
+    numbers = match_classes(dataset, label_column, model_classes(model.config))
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
     resizes = image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if resizes else {}
@@ -226,17 +222,11 @@ def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str)
     """Return the tokens of all rows and the number of their bytes in UTF-8; warn if the two do not agree."""
     tokens, num_bytes, changed = array("I"), 0, 0
     for texts in read_texts(dataset, column):
-        rows, size = token_ids(texts, tokenizer), sum(len(text.encode()) for text in texts)
-        decode = partial(tokenizer.batch_decode, rows, clean_up_tokenization_spaces=False)
-        decoded = limited(decode, tokenizer.name_or_path, size)
-        tokens.extend(chain.from_iterable(rows))
-        num_bytes += size
-        changed += sum(a != b for a, b in zip(texts, decoded))
+        tokens.extend(chain.from_iterable(rows := token_ids(texts, tokenizer)))
+        num_bytes += sum(len(text.encode()) for text in texts)
+        changed += count_changed(texts, rows, tokenizer)
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} tokens: give at least 2, since the first is not predicted")
     if changed:
-        logger.warning(
-            f"the tokenizer changes {changed} of {len(dataset)} texts, for example to lower case: what is lost costs "
-            "no bits, so do not compare bits_per_byte with that of another tokenizer"
-        )
+        logger.warning(f"the tokenizer changes {changed} of {len(dataset)} texts, {LOSSY}")
     return np.asarray(tokens, dtype=TOKEN_DTYPE), num_bytes

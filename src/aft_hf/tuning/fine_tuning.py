@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
@@ -38,8 +39,8 @@ from ..configuration_aft import AFTConfig, pair
 from ..conversion import read_source
 from ..conversion.source import load_image_processor
 from ..data.classes import model_classes, require_a_class, teacher_classes
-from ..data.images import ImagePipeline, build_augmentation, class_names, class_numbers
-from ..data.loading import hold_out, load_splits, require_column
+from ..data.images import ImagePipeline, build_augmentation, class_numbers, match_classes, trained_classes
+from ..data.loading import hold_out, load_splits, refuse_inside, require_column
 from ..data.samples import RowSamples, sum_arrays
 from ..loading import load, load_trained
 from ..publishing import write_card
@@ -49,7 +50,7 @@ from ..running.ownership import owned, refuse_links
 from ..running.safe_loading import data_only
 from ..training.metrics import accuracy
 from ..training.optimization import parameter_groups
-from ..training.tasks import first_rows
+from ..training.tasks import some_rows
 from .evaluation import is_image_classifier
 
 
@@ -82,6 +83,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
     """Train, evaluate, save, push if requested, and return the metrics; `options` are those of `finetune_command`."""
     set_seed(arguments.seed)
     _check_output(Path(str(arguments.output_dir)))
+    refuse_inside(str(arguments.output_dir), options.train, options.validation, options.dataset_name)
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, options.model_name_or_path, **hub)
     if not is_image_classifier(config):
@@ -93,7 +95,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
         if "train" not in splits and (arguments.do_train or "validation" not in splits):
             raise ValueError("there is no training data: give --train, or a dataset with a split named train")
-        parts = _classification(options, splits, config, hub)
+        parts = _classification(options, splits, config, hub, arguments.do_train)
     if arguments.do_eval and parts["eval_dataset"] is None:
         raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
 
@@ -122,38 +124,38 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
 
 
 def _classification(
-    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any]
+    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any], trains: bool
 ) -> dict[str, Any]:
-    """An image classifier with the classes of the data, and the other options of its Trainer."""
+    """An image classifier, with the classes of the data if it is trained, and the other options of its Trainer."""
     require_column(splits, options.image_column, "--image-column")
     require_column(splits, options.label_column, "--label-column")
-    names = class_names(splits.get("train", splits.get("validation")), options.label_column)
-    splits = first_rows(hold_out(splits, options.validation_share), options)
-    of_model = model_classes(config)
-    if sorted(names) == sorted(of_model):
-        names = of_model  # in the order of the weights
+    names = labels = model_classes(config)
+    if trains:
+        names, labels = trained_classes(splits["train"], options.label_column, names)
+    splits = some_rows(hold_out(splits, options.validation_share), options, shuffled=True)
     config.id2label = dict(enumerate(names))
     require_a_class(options.model_name_or_path, config)
     processor = load_image_processor(options.model_name_or_path, config, **hub)
     columns = {"image_column": options.image_column, "label_column": options.label_column}
+    number = partial(class_numbers, names=labels) if trains else partial(match_classes, of_model=names)
     datasets = {
         split: RowSamples(
-            rows,
-            ImagePipeline(processor, numbers=class_numbers(rows, options.label_column, names), **columns),
-            [*columns.values()],
+            rows, ImagePipeline(processor, numbers=number(rows, options.label_column), **columns), [*columns.values()]
         )
         for split, rows in splits.items()
     }
     height, width = next(iter(datasets.values()))[0]["pixel_values"].shape[1:]
     return {
-        "model": load(
+        "model": (load if trains else load_trained)(
             AutoModelForImageClassification,
             options.model_name_or_path,
             id2label=config.id2label,
             label2id={name: number for number, name in enumerate(names)},
-            ignore_mismatched_sizes=True,  # another number of classes gets a new classifier
+            ignore_mismatched_sizes=trains,  # another number of classes gets a new classifier
             dtype="float32",
             attn_implementation=options.attn_implementation,
+            output_hidden_states=False,  # Trainer would collect them
+            return_dict=True,
             **hub,
         ),
         "train_dataset": datasets.get("train"),
@@ -228,6 +230,8 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
         with nullcontext() if checkpoint is None else data_only(checkpoint):
             metrics = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)).metrics
         trainer.save_model()
+        if trainer.is_world_process_zero():  # it is extended, and has the evaluation of earlier weights
+            Path(str(arguments.output_dir), ALL_RESULTS).unlink(missing_ok=True)
         trainer.save_state()
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
