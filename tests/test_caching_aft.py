@@ -199,6 +199,58 @@ def test_generate_returns_hidden_states_and_attentions(model):
         assert_near(watched.attentions[-1][layer], whole[layer][:, :, -1:])
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("cuts", [[4, 5], [3, 1, 2, 3]], ids=str)
+@torch.no_grad()
+def test_attentions_of_a_text_in_pieces_are_those_of_the_text_in_one(model, cuts, static):
+    if static and "full" in model.config.layer_aft_types:
+        pytest.skip("has no static cache")
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :2] = 0
+    expected = model(ids, attention_mask=mask, output_attentions=True, use_cache=False)
+    cache, end = model.aft.new_cache(9 if static else None), 0
+    for piece in ids.split(cuts, 1):
+        start, end = end, end + piece.shape[1]
+        found = model(piece, attention_mask=mask[:, :end], cache=cache, output_attentions=True)
+        assert_near(found.logits[mask[:, start:end] == 1], expected.logits[:, start:end][mask[:, start:end] == 1])
+        for mine, theirs in zip(found.attentions, expected.attentions):
+            assert_near(mine, theirs[:, :, start:end, :end])
+
+
+def test_gradients_reach_attentions_with_a_cache_as_without(model):
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        output = model(torch.arange(1, 10)[None], output_attentions=True, use_cache=use_cache)
+        for attention in output.attentions:
+            attention.retain_grad()
+        output.logits.square().sum().backward()
+        found.append([attention.grad for attention in output.attentions])
+    for mine, theirs in zip(*found):
+        assert_near(mine, theirs)
+
+
+@torch.no_grad()
+def test_layers_may_be_removed_or_used_twice(model):
+    layers = model.aft.layers
+    for chosen in ([layers[-1]], [layers[0], layers[0]]):
+        model.aft.layers = torch.nn.ModuleList(chosen)
+        ids = tokens(2, 9)
+        assert_near(in_pieces(model, ids, [4, 1, 4])[0], model(ids, use_cache=False).logits)
+
+
+def test_gradients_of_each_row_are_those_of_the_row_alone(model):
+    ids, parameters = tokens(3, 8), {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (), {"input_ids": row[None], "labels": row[None]}).loss
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, ids)
+    for i, row in enumerate(ids):
+        for name, gradient in torch.func.grad(loss)(parameters, row).items():
+            assert_near(found[name][i], gradient)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}],
@@ -218,6 +270,11 @@ def test_where_generation_stops_padding_takes_no_room_and_embeddings_count_as_to
     mask[0, :5], mask[1, :4] = 0, 0
     found = greedy(model, prompt, attention_mask=mask)
     assert found.shape == (2, 9 + 8)
+    for length in (8, 300):
+        static = {"cache_implementation": "static", "disable_compile": True}
+        assert torch.equal(greedy(model, prompt, length, attention_mask=mask, **static), found)
+    without = greedy(model, prompt, attention_mask=mask, use_cache=False)  # there, padding counts
+    assert torch.equal(without, found[:, :13])
     alone = greedy(model, prompt[1:, 4:])
     assert torch.equal(found[1:, 4:], alone)
     embeds = model.get_input_embeddings()(prompt[1:, 4:])
@@ -271,6 +328,12 @@ def test_a_state_can_be_reordered_repeated_selected_copied_and_reset(model):
     twice = torch.cat([ids, more], 1).repeat_interleave(2, 0)
     last = model(more.repeat_interleave(2, 0), cache=repeated).logits
     assert_near(last, model(twice, use_cache=False).logits[:, -1:])
+    negative, chosen = copy.deepcopy(saved), copy.deepcopy(saved)
+    negative.batch_select_indices(torch.tensor([-1, 0]))
+    chosen.batch_select_indices(torch.tensor([True, False, True]))
+    chosen.batch_select_indices(torch.tensor([1, 0]))
+    for mine, theirs in zip(negative.layers, chosen.layers):
+        assert all(torch.equal(x, theirs._tensors()[name]) for name, x in mine._tensors().items())
     saved.batch_select_indices(torch.tensor([1]))
     alone = torch.cat([ids[1:2], more[1:2]], 1)
     assert_near(model(more[1:2], cache=saved).logits, model(alone, use_cache=False).logits[:, -1:])
@@ -333,6 +396,8 @@ def test_tokens_out_of_range_and_empty_texts_are_named(model):
         model(torch.tensor([[1, 256]]))
     with pytest.raises(ValueError, match=r"-1"):
         model(torch.tensor([[-1, 2]]))
+    model.set_input_embeddings(torch.nn.Embedding(300, model.config.hidden_size))
+    assert model(torch.tensor([[299]])).logits.isfinite().all()
     for call in (model, lambda ids: model.generate(ids, max_new_tokens=2, pad_token_id=0)):
         with pytest.raises(ValueError, match="empty"):
             call(torch.zeros(1, 0, dtype=torch.long))

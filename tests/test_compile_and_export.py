@@ -46,6 +46,8 @@ def compiled(model):
 def test_forward_and_training_step_compile_as_one_graph(aft_type):
     model, ids = model_of(aft_type), torch.randint(256, (2, 40))
     torch.testing.assert_close(compiled(model)(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model.eval())(ids).logits, model(ids).logits)  # creates a cache
     model.train()
     loss = model(ids, labels=ids).loss
     loss.backward()

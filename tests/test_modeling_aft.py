@@ -276,6 +276,17 @@ def test_entropy_is_reported_apart_and_included_in_the_loss(modality):
     assert expected.position_bias_entropy is None
 
 
+def test_the_entropy_is_that_of_the_layers_that_are_there():
+    config = tiny_config("text", ["conv", "simple", "conv"], num_hidden_layers=3, position_bias_entropy_weight=0.1)
+    model, ids = build(config), torch.randint(0, 20, (2, 6))
+    layers = model.aft.layers
+    for chosen, expected in (([0, 2], [0, 2]), ([1, 2], [2]), ([1], [])):
+        model.aft.layers = torch.nn.ModuleList([layers[i] for i in chosen])
+        found = model(ids).position_bias_entropy
+        entropies = [layers[i].mixer.position_bias_entropy() for i in expected]
+        assert found is None if not entropies else found.item() == pytest.approx(sum(entropies).item())
+
+
 @pytest.mark.parametrize("modality", ["text", "image"])
 def test_a_loss_computed_outside_the_model_is_told_that_the_entropy_is_not_in_it(modality, monkeypatch):
     said = []

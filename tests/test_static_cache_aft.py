@@ -136,6 +136,25 @@ def test_a_prompt_is_prefilled_in_chunks(model, size, implementation):
     assert_same(generate(model, prompts, prefill_chunk_size=size, **options), expected)
 
 
+@torch.no_grad()
+def test_a_mask_of_another_shape_is_named(model):
+    prompts = padded_prompts()
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    wide = torch.nn.functional.pad(mask, (0, 7), value=1)
+    for wrong in (wide, mask[:1], mask[:, 1:], mask[0], mask[:, None, None]):
+        with pytest.raises(ValueError, match=r"attention_mask must be \(2, 9\), for 0 past and 9 new tokens"):
+            model(ids, attention_mask=wrong, cache=model.aft.new_cache(16))
+    cache = model.aft.new_cache(16)
+    model(ids, attention_mask=mask, cache=cache)
+    for wrong in (mask[:1], mask[:, :2]):
+        with pytest.raises(ValueError, match="attention_mask must be"):
+            model(ids[:, :3], attention_mask=wrong, cache=cache)
+    embeds = model.get_input_embeddings()(ids)
+    options = {"cache_implementation": "static", "prefill_chunk_size": 5, "max_new_tokens": 2, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="attention_mask must be"):  # transformers would drop it
+        model.generate(inputs_embeds=embeds, attention_mask=mask, **options)
+
+
 def test_new_tokens_continue_the_static_cache_of_an_earlier_call(model):
     prompts = padded_prompts()
     expected = generate(model, prompts, 8)

@@ -245,8 +245,8 @@ class AFTLayerState(CacheLayerMixin):
     # The interface of `CacheLayerMixin`.
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: `mix` adds tokens."""
-        raise NotImplementedError("an AFTLayerState is updated by `mix`, which also computes the averages")
+        """Not supported."""
+        raise NotImplementedError("an AFTLayerState is updated by `mix`")
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -283,7 +283,7 @@ class AFTLayerState(CacheLayerMixin):
         self._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, indices.to(x.device)))
+        self._map(lambda x: x[indices.to(x.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("the cache of an AFT is a sum over the past: tokens cannot be removed from it")

@@ -177,7 +177,8 @@ class AFTMixer(nn.Module):
             output_attentions or activation._forward_hooks or activation._forward_pre_hooks
         )
         gate = gate if gate is None or fused else activation(gate)
-        key, value, queries, attentions = self.k_proj(key), self.v_proj(value), query.shape[1], None
+        key, value, queries = self.k_proj(key), self.v_proj(value), query.shape[1]
+        attentions = context = None
         device_type = query.device.type
         autocasts = device_type != "meta" and torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if autocasts else NO_CONTEXT:
@@ -185,12 +186,11 @@ class AFTMixer(nn.Module):
             given = key, value, self.num_heads, self.biases(query, grid_size), self.causal, queries, visibility
             problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
             if output_attentions:
-                attentions, values = _attentions(problem if state is None else state.record(problem), gate, queries)
-            if attentions is None or state is not None:
-                context = self.mix(problem, state)
-                context = context if gate is None or fused else gate * context
-            else:  # the output is computed from the attention, gate included, so that gradients reach the attention
-                context = (attentions * values).sum(-1).mT
+                attentions, context = _attentions(problem if state is None else state.record(problem), gate, queries)
+            if context is None or state is not None:
+                mixed = self.mix(problem, state)
+                if context is None:  # else gradients reach the attention
+                    context = mixed if gate is None or fused else gate * mixed
             context = context.to(value.dtype)
         output = self.o_proj(context)
         if output is context and context.requires_grad:
@@ -281,14 +281,17 @@ def _warn_once(message: str) -> bool:
     return True
 
 
-def _attentions(problem: Mixing, gate: Tensor | None, queries: int) -> tuple[Tensor, Tensor]:
-    """Eq. 3 for the last queries, (B, d, T, T'), including the gate, and the values of the keys, 0 where hidden."""
+def _attentions(problem: Mixing, gate: Tensor | None, queries: int) -> tuple[Tensor, Tensor | None]:
+    """Eq. 3 for the last queries, (B, d, T, T'), with the gate, and its output; None after tokens in a cache."""
     bias, visible = (x if x is None else x[..., -queries:, :] for x in problem.table())
-    values = widen(problem.value).mT.unsqueeze(-2)
-    values = values if visible is None else values.masked_fill(~visible, 0.0)  # hidden ones may be NaN
     weights = mixing_weights(problem.by_head()[0], bias, visible)  # (B, h, k, T, T')
     weights = weights.expand(-1, -1, problem.value.shape[-1] // problem.num_heads, -1, -1).flatten(1, 2)
-    return (weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights), values
+    weights = weights if gate is None else gate.transpose(1, 2).unsqueeze(-1) * weights
+    values = widen(problem.value).mT.unsqueeze(-2)
+    if values.shape[-1] != weights.shape[-1]:
+        return weights, None
+    values = values if visible is None else values.masked_fill(~visible, 0.0)  # hidden ones may be NaN
+    return weights, (weights * values).sum(-1).mT
 
 
 class AFTSimple(AFTMixer):

@@ -41,6 +41,7 @@ from .caching_aft import AFTCache, AFTLayerState, longest_row
 from .configuration_aft import AFTConfig, pair
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
 from .mixing_aft import PACKING_INPUTS, Visibility, visibility_of
+from .portable_aft import read
 
 
 logger = logging.get_logger(__name__)
@@ -84,18 +85,17 @@ class AFTTextEmbeddings(nn.Module):
     ) -> Tensor:
         if self.position_embeddings is None:
             return self.dropout(inputs_embeds)
-        length = inputs_embeds.shape[1]
+        length, limit = inputs_embeds.shape[1], self.max_positions
         start = state.seen[:, None] if state is not None and state.is_initialized else 0
-        longest = longest_row(length, self.max_positions, visibility, state)
-        if longest is not None and longest > self.max_positions:
+        longest = longest_row(length, limit, visibility, state)
+        if longest is not None and longest > limit:
             kind = "document" if visibility is not None and visibility.is_packed else "sequence"
-            limit = f"max_position_embeddings={self.max_positions}"
-            raise ValueError(f"a {kind} of {longest} tokens is longer than {limit}")
+            raise ValueError(f"a {kind} of {longest} tokens is longer than max_position_embeddings={limit}")
         # Positions in the sequence or document, (B or 1, T), do not count padding.
         if visibility is None:
             positions = start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
         else:  # padding has the position of the token after it, which may not exist
-            positions = (start + visibility.position).clamp_max(self.max_positions - 1)
+            positions = (start + visibility.position).clamp_max(limit - 1)
         return self.dropout(inputs_embeds + self.position_embeddings(positions))
 
 
@@ -149,12 +149,12 @@ class AFTImageEmbeddings(nn.Module):
             raise ValueError(
                 f"pixel_values must be (batch, {self.num_channels}, height, width), got {tuple(pixel_values.shape)}"
             )
-        size = tuple(pixel_values.shape[2:])
-        if size[0] % self.grid_stride[0] or size[1] % self.grid_stride[1] or 0 in size:
+        height, width = pixel_values.shape[2:]
+        if height % self.grid_stride[0] or width % self.grid_stride[1] or 0 in (height, width):
             unit = "patch_stride" if self.patch_size != self.grid_stride else "the patch size"
             raise ValueError(
                 f"height and width of images must be multiples of {unit}, {self.grid_stride[0]} x "
-                f"{self.grid_stride[1]}, got {size[0]} x {size[1]} pixels"
+                f"{self.grid_stride[1]}, got {height} x {width} pixels"
             )
 
 
@@ -187,7 +187,6 @@ class AFTLayer(GradientCheckpointingLayer):
     def __init__(self, config: AFTConfig, layer_idx: int):
         super().__init__()
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.layer_idx = layer_idx
         self.mixer = build_mixer(config, layer_idx)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = ViTMLP(config)  # type: ignore[arg-type]  # it needs any config with these sizes
@@ -200,7 +199,7 @@ class AFTLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         grid_size: tuple[int, int] | None = None,
-        cache: AFTCache | None = None,
+        state: AFTLayerState | None = None,
         visibility: Visibility | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -209,7 +208,7 @@ class AFTLayer(GradientCheckpointingLayer):
             attention_mask=attention_mask,
             visibility=visibility,
             grid_size=grid_size,
-            state=None if cache is None else cache.layers[self.layer_idx],
+            state=state,
             output_attentions=bool(kwargs.get("output_attentions")),
         )
         hidden_states = self._add(hidden_states, branch[0] if isinstance(branch, tuple) else branch)
@@ -372,8 +371,8 @@ class AFTModel(AFTPreTrainedModel):
         if cache is not None:
             cache.layers[0].check_batch_size(size[0])
         hidden_states = self.embeddings(hidden_states, visibility, None if cache is None else cache.layers[0])
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, cache=cache, visibility=visibility, **kwargs)
+        for layer, state in zip(self.layers, [None] * len(self.layers) if cache is None else cache.layers):
+            hidden_states = layer(hidden_states, attention_mask, state=state, visibility=visibility, **kwargs)
         hidden_states = self.layernorm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
@@ -382,10 +381,10 @@ class AFTModel(AFTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, not both')
         if input_ids is not None:
-            size = self.config.vocab_size
-            # On an accelerator, the embedding kernel asserts, and reading the values would synchronize.
+            size = max(self.config.vocab_size, getattr(self.embeddings.word_embeddings, "num_embeddings", 0))
+            # On an accelerator, the embedding kernel asserts, and reading would synchronize.
             if input_ids.device.type == "cpu" and not is_torchdynamo_compiling() and input_ids.numel() > 0:
-                lowest, highest = map(int, input_ids.aminmax())
+                lowest, highest = read(torch.stack(input_ids.aminmax())) or (0, 0)
                 if lowest < 0 or highest >= size:
                     raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size), got {lowest} .. {highest}")
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
@@ -397,11 +396,11 @@ class AFTModel(AFTPreTrainedModel):
     @property
     def max_length(self) -> int | None:
         """Maximum sequence length, given by the learned positions; None without learned positions."""
-        limits: list[int | None] = [mixer.max_positions for mixer in self._mixers]
+        limits: list[int] = [mixer.max_positions for mixer in self._mixers if mixer.max_positions is not None]
         # CODEPATH: as in `AFTTextEmbeddings`.
         if self.config.use_position_embeddings:
             limits.append(self.config.max_position_embeddings)
-        return min((limit for limit in limits if limit is not None), default=None)
+        return min(limits) if limits else None
 
     def new_cache(self, max_length: int | None = None) -> AFTCache:
         """Return an empty cache: a static one for sequences of up to `max_length` tokens, or a dynamic one."""
@@ -422,18 +421,17 @@ class AFTModel(AFTPreTrainedModel):
         if self.config.position_bias_entropy_weight == 0:
             return None
         device = self.layernorm.weight.device
-        kinds = self.config.layer_aft_types
-        mixers: list[Any] = [layer.mixer for layer, kind in zip(self.layers, kinds) if kind == "conv"]
-        return torch.stack([mixer.position_bias_entropy().to(device) for mixer in mixers]).sum()
+        mixers = [mixer for mixer in self._mixers if isinstance(mixer, AFTConv)]
+        return torch.stack([mixer.position_bias_entropy().to(device) for mixer in mixers]).sum() if mixers else None
 
 
 def _mask_of_new_tokens(mask: Tensor | None, batch: int, length: int, cache: AFTCache | None) -> Tensor | None:
     if mask is None:
         return None
-    if cache is not None and cache.is_compileable:  # the host does not know how many tokens are past
-        return mask[:, -length:]
-    past = 0 if cache is None else cache.get_seq_length()
-    if tuple(mask.shape) != (batch, past + length):
+    past = 0
+    if cache is not None and not cache.layers[0].is_empty:  # the host knows no static length
+        past = max(mask.shape[-1] - length, 0) if cache.is_compileable else cache.get_seq_length()
+    if mask.shape != (batch, past + length):
         raise ValueError(
             f"attention_mask must be ({batch}, {past + length}), for {past} past and {length} new tokens, got "
             f"{tuple(mask.shape)}"
@@ -531,10 +529,12 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """Create the cache for `generate`, and lower `max_length` to what the learned positions support."""
+        padding = 0
         if (limit := self.aft.max_length) is not None:
-            # Padding takes no positions: the row with the most real tokens decides.
+            # Padding takes no positions in a cache: the longest row decides.
             mask = model_kwargs.get("attention_mask")
-            padding = 0 if mask is None else mask.shape[1] - int(mask.sum(-1).max())
+            if mask is not None and generation_config.use_cache is not False:
+                padding = mask.shape[1] - int(mask.sum(1).max())
             excess = max_cache_length - padding - limit
             if excess > 0:
                 logger.warning(
@@ -548,7 +548,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             super()._prepare_cache_for_generation(*arguments)  # type: ignore[misc]  # the type of `self` there
         else:
-            model_kwargs["cache"] = self.aft.new_cache(max_cache_length if asked == "static" else None)
+            model_kwargs["cache"] = self.aft.new_cache(max_cache_length - padding if asked == "static" else None)
 
     @staticmethod
     def create_masks_for_generate(
@@ -560,7 +560,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         return attention_mask[:, -inputs_embeds.shape[1] :]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Continuous batching, and so `generate_batch`, is not supported: raises a NotImplementedError."""
+        """Not supported: raises a NotImplementedError."""
         raise NotImplementedError(
             "generate_batch needs pages of keys and values, which an AFT does not have: call generate with a padded "
             "batch"

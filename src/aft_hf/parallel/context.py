@@ -145,8 +145,8 @@ class ContextParallelism:
         if use_cache and cache is None and shard.begins_documents is None:
             cache = model.new_cache()
         hidden_states = model.embeddings(inputs_embeds, visibility=shard)
-        for layer in model.layers:
-            hidden_states = layer(hidden_states, cache=cache, visibility=shard, **kwargs)
+        for layer, state in zip(model.layers, [None] * len(model.layers) if cache is None else cache.layers):
+            hidden_states = layer(hidden_states, state=state, visibility=shard, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=model.layernorm(hidden_states), cache=cache)
 
     def _forward_image(
