@@ -2,6 +2,7 @@
 source is executed, and errors are one line.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -38,6 +39,7 @@ from transformers.utils import (
 )
 from transformers.utils.import_utils import DummyObject
 
+from .atomic_files import sha256
 from .errors import UnreadableError, explained, shortened
 from .limits import limited
 from .reading import (
@@ -99,6 +101,12 @@ def weight_files(source: str, error: type[ValueError] = UnreadableError) -> list
                 raise error(f"{source}: {missing[0]} is missing, although the weight index lists it")
             return [path for path in found.values() if path is not None]
     return []
+
+
+def weights_digest(directory: str | os.PathLike[str], error: type[ValueError] = UnreadableError) -> str | None:
+    """Return one SHA-256 over the weight files that transformers loads from a directory, or None if there are none."""
+    digests = [sha256(path) for path in weight_files(str(directory), error)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
 
 
 def read_config(

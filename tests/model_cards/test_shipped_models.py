@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from aft_hf.loading import weights_digest
 from aft_hf.publishing import publish
 from aft_hf.publishing.card import card_problems
 from aft_hf.training.recipe import load_recipe
@@ -36,7 +37,7 @@ def test_a_model_is_small_and_its_card_is_complete(path):
 def test_results_and_recipe_are_those_of_the_training_and_the_model_can_be_published_as_it_is(path):
     results = json.loads((path / "results.json").read_text())
     told = ModelCard.load(path / "README.md").data.eval_results
-    assert told
+    assert told and results["weights"] == weights_digest(path)
     for each in told:
         assert abs(results["metrics"][each.dataset_split][each.metric_type] - each.metric_value) < 5e-4
     recipe = load_recipe(sorted(path.glob("recipe*.yaml"))[-1], ["data.train=generated"])  # of the last part

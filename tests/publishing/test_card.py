@@ -19,6 +19,7 @@ from transformers import AutoModelForImageClassification, Trainer, TrainingArgum
 
 from aft_hf import AFTForSequenceClassification, AFTForTokenClassification
 from aft_hf.conversion import ConversionReport
+from aft_hf.loading import weights_digest
 from aft_hf.publishing import PublishError, build_card, find_problems, write_card
 from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
 
@@ -162,6 +163,36 @@ def test_a_file_of_evaluate_counts_under_any_name_and_shows_its_image_sizes(fill
         assert f"| {row} | not recorded | `cifar10-test.json` |" in card.text
     assert "notes.json" not in card.text and "inf" not in card.text.split("## Results")[1]
     assert card.data.metrics == ["accuracy", "f1", "loss"]
+
+
+def test_results_of_earlier_weights_are_not_shown_as_those_of_the_present_ones(directory):
+    weights = {"weights": weights_digest(directory)}
+    (directory / "results.json").write_text(json.dumps(RESULTS | weights))
+    (directory / "test.json").write_text(json.dumps({"48 px": {"accuracy": 0.625}} | weights))
+    (directory / "undated.json").write_text(json.dumps({"48 px": {"accuracy": 0.125}}))
+    text = str(build_card(directory))
+    assert all(row in text for row in ("| accuracy | 0.7312 |", "| accuracy, 48 px | 0.6250 |", "| steps | 4711 |"))
+    assert "| weights |" not in text
+    model = AutoModelForImageClassification.from_pretrained(directory)
+    model.classifier.bias.data += 1
+    model.save_pretrained(directory)
+    card = build_card(directory)
+    assert not any(each in card.text for each in ("0.7312", "0.6250", "4711", "someone/pictures", "2.13.0"))
+    assert "Training is not recorded here" in card.text and "| accuracy, 48 px | 0.1250 |" in card.text
+    assert "datasets" not in card.data.to_dict()
+
+
+def test_a_digest_of_weights_is_of_the_files_that_are_loaded_and_so_is_the_number_of_parameters(directory):
+    model = AutoModelForImageClassification.from_pretrained(directory)
+    whole, row = weights_digest(directory), f"| parameters | {model.num_parameters()} |"
+    (directory / "model-00001-of-00002.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    assert weights_digest(directory) == whole and row in str(build_card(directory))
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="4KB")
+    assert row in str(build_card(directory)) and weights_digest(directory) not in (whole, None)
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    assert weights_digest(directory) is None and "| parameters | None |" in str(build_card(directory))
 
 
 def test_a_model_of_plain_trainer_has_its_training_on_the_card(directory, tmp_path):

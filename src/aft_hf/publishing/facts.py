@@ -2,8 +2,10 @@
 
 import math
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ from ..atomic_files import sha256
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..errors import explained
-from ..loading import license_terms, load
+from ..loading import license_terms, load, weight_files, weights_digest
 from ..reading import read_json
 from .folder import PublishError
 
@@ -24,7 +26,7 @@ from .folder import PublishError
 # Files of the training loop and of Trainer.
 RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
 # The content of a file of `aft-hf evaluate --out`, which may have any name: its keys tell what it is.
-Evaluations = dict[Annotated[str, Field(pattern=r"^(as trained|\d+ px|blocks of \d+)$")], dict[str, Any]]
+Evaluations = dict[Annotated[str, Field(pattern=r"^(weights|as trained|\d+ px|blocks of \d+)$")], Any]
 
 # Endings of the names of results of Trainer; its other numbers describe the training.
 METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
@@ -32,8 +34,8 @@ SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation
 # Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
 # nothing to others, losses are drawn as a picture, and some keys have no influence on the model.
 NOT_LISTED = re.compile(
-    r"(metrics|losses|evaluations|parameters|versions|recipe\.(model|notes|paper|output_dir|resume|tracker|\w+_every"
-    r"|keep_checkpoints)|recipe\.data\.(workers|\w+_column|train|validation|test))(\..*)?",
+    r"(metrics|losses|evaluations|parameters|versions|weights|recipe\.(model|notes|paper|output_dir|resume|tracker"
+    r"|\w+_every|keep_checkpoints)|recipe\.data\.(workers|\w+_column|train|validation|test))(\..*)?",
     re.DOTALL,  # keys may have line breaks
 )
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -83,15 +85,17 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_facts(directory: Path) -> Facts:
-    """Read the facts about a saved model from its files.
+    """Read the facts about a saved model from its files, without results that say that they are of other weights.
 
     Raises:
         PublishError: config.json is not that of an AFT model, or another file cannot be read.
     """
     config = load(AFTConfig, directory, PublishError)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
+    present = cache(partial(weights_digest, directory, PublishError))
     results = read_object(directory / RESULTS)
-    if not {"metrics", "recipe"} & results.keys():  # another program may have written it
+    # Another program may have written it.
+    if not {"metrics", "recipe"} & results.keys() or not _is_of(results, present):
         results = {}
     _read_recipe(section(results, "recipe"), facts)
     facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
@@ -99,7 +103,7 @@ def read_facts(directory: Path) -> Facts:
     _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
     if not facts.was_trained:
         _read_values(TRAINER_STATE, _last_step(read_object(directory / TRAINER_STATE)), facts)
-    _read_evaluations(directory, facts)
+    _read_evaluations(directory, present, facts)
     if (directory / REPORT_NAME).exists():
         report = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
         weights, digest = directory / SAFE_WEIGHTS_NAME, report.files.get(SAFE_WEIGHTS_NAME)
@@ -124,10 +128,15 @@ def section(values: dict[str, Any], key: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _is_of(record: dict[str, Any], digest: Callable[[], str | None]) -> bool:
+    """Return whether a record is of the weights with this digest, or does not say of which weights it is."""
+    return "weights" not in record or record["weights"] == digest()
+
+
 def _count_parameters(directory: Path) -> int | None:
     """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
     try:
-        files = map(parse_local_safetensors_file_metadata, directory.glob("model*.safetensors"))
+        files = map(parse_local_safetensors_file_metadata, weight_files(str(directory)))
         return sum(sum(file.parameter_count.values()) for file in files) or None
     except Exception:  # of a damaged header; the checks report it
         return None
@@ -178,16 +187,17 @@ def _last_step(state: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _read_evaluations(directory: Path, facts: Facts) -> None:
-    """Add the results in files of `aft-hf evaluate --out`."""
+def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: Facts) -> None:
+    """Add the results in files of `aft-hf evaluate --out` of the weights with this digest."""
     for path in sorted(directory.glob("*.json")):
         if not path.is_file() or path.stat().st_size > 2**16:  # bytes; they have a few hundred
             continue
         with suppress(PublishError):  # a file of another kind
+            record = read_json(path, Evaluations, PublishError)
             facts.results += [
                 Fact(metric, value, path.name, setting="" if setting == "as trained" else setting)
-                for setting, values in read_json(path, Evaluations, PublishError).items()
-                for metric, value in values.items()
+                for setting in (record if _is_of(record, digest) else ())
+                for metric, value in section(record, setting).items()
                 if _is_number(value)
             ]
 
