@@ -170,6 +170,10 @@ def read_image_processor(
     return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
 
 
+# A card with this line is regenerated whenever the model is published.
+MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
+
+
 def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
     """Return the license that the card of a saved model states, as `license_terms` does."""
     if Path(source).is_file():  # a weight file has no card, and its path may have the form of an id on the Hub

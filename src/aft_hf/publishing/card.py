@@ -13,7 +13,7 @@ from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..errors import described, printable
-from ..loading import read_license
+from ..loading import MARKER, read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
 from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
@@ -26,10 +26,12 @@ PICTURES = {  # that the card shows if they lie beside it
     "position_biases.png": "Position biases w of layers and heads: red where a position counts more, blue where less.",
     "losses.png": "The loss over the training steps, and the results of evaluations during training.",
 }
-# A card with this line is regenerated whenever the model is published.
-MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and it stays as you change it. -->"
-# A card with one of them may be replaced: it was generated here, or by transformers without facts on the model.
-GENERATED = (MARKER, "generated_from_trainer", "# Model Card for Model ID")
+# A card with one of them may be replaced: it was generated here, by Trainer, or from the template of huggingface_hub.
+GENERATED = (
+    MARKER,
+    "This model card has been generated automatically according to the information the Trainer had access to",
+    "# Model Card for Model ID",
+)
 UNTRAINED = "These are the weights of the conversion: take the weights as untrained, for tests and for fine-tuning."
 NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
