@@ -8,6 +8,7 @@ from saved_models import listing
 
 from aft_hf import AFTForImageClassification
 from aft_hf.conversion import REPORT_NAME, ConversionError, save_converted, verify_conversion
+from aft_hf.publishing import write_card
 
 
 pytestmark = pytest.mark.usefixtures("without_limits")
@@ -50,6 +51,14 @@ def test_overwriting_keeps_files_of_the_user_and_removes_those_of_the_earlier_co
     assert AFTForImageClassification.from_pretrained(converted).config.kernel_size == 5
     assert verify_conversion(vit, converted) > 0
     assert sorted(path.name for path in converted.parent.iterdir()) == ["aft", "vit"]
+
+
+def test_the_license_of_an_earlier_source_does_not_stay_with_the_weights_of_another(vit, converted):
+    for license in ("mit", "cc-by-nc-4.0"):
+        (vit / "README.md").write_text(f"---\nlicense: {license}\n---\n# A ViT\n")
+        save_converted(vit, converted, overwrite=True, **OPTIONS)
+        assert not (converted / "README.md").exists()  # it was generated
+        assert f"license: {license}\n" in write_card(converted).read_text()
 
 
 def append(directory, name):

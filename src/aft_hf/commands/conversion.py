@@ -93,7 +93,7 @@ def convert_command(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace an earlier conversion in OUT. Other files in OUT are kept."),
+        typer.Option("--overwrite", help="Replace an earlier conversion and its generated card; keep other files."),
     ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.

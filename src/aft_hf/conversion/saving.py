@@ -16,7 +16,7 @@ from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
 from ..data.image_size import processor_for
 from ..errors import described, explained
-from ..loading import load, read_license
+from ..loading import MARKER, load, read_license
 from ..modeling_aft import AFTForImageClassification
 from ..reading import read_json
 from .deit import convert_deit, copied_parts
@@ -49,7 +49,8 @@ def save_converted(
             to verify against.
         directory: output directory; must be missing or empty, unless `overwrite` is True.
         overwrite: whether to replace an earlier conversion in `directory`. The files that its report lists are
-            deleted, if they are unchanged, and all other files stay.
+            deleted, if they are unchanged, and its card (README.md), if it is generated: its license may be that of
+            another source. All other files stay.
         seed: seed of the new weights and, by default, of the distillation.
         distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
             the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
@@ -133,8 +134,12 @@ def _write(
                     f"{directory}: holds {name}, which the earlier conversion did not write and the new one does; "
                     "move it, or give another directory"
                 )
+        old = earlier - {*report.files, REPORT_NAME}
+        card = directory / "README.md"
+        if earlier and card.is_file() and MARKER in card.read_text(encoding="utf-8", errors="replace"):
+            old.add(card.name)
     for path in directory.iterdir():
-        if path.name in earlier - {*report.files, REPORT_NAME}:
+        if path.name in old:
             path.unlink()
 
 
