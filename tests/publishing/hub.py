@@ -72,6 +72,12 @@ class Hub(HfApi):
         self._fault("create_commit", "after")
         return SimpleNamespace(oid=self.oid(repository))
 
+    def hf_hub_download(self, repo_id, filename, *, revision, local_dir):
+        self._fault("hf_hub_download", "before")
+        assert revision == self.oid(self.repositories[repo_id])
+        Path(local_dir, filename).write_bytes(self.repositories[repo_id].commits[-1][filename])
+        return str(Path(local_dir, filename))
+
     def list_repo_tree(self, repo_id, *, recursive, revision, **_):
         """Yield the files of the last commit, those of weights as LFS; `verify_repo_checksums` compares them."""
         self._fault("list_repo_tree", "before")

@@ -57,13 +57,46 @@ def test_a_directory_arrives_in_one_commit_and_the_same_again_is_none(send, hub,
 def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, hub, prepared):
     send()
     repository = hub.repositories["me/tiny"]
-    old = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt")
+    old = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "notes.txt")
+    old += ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "processor_config.json")
+    old += ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors")
     repository.commits.append(repository.commits[-1] | dict.fromkeys(old, b"old"))
     (prepared / "optimizer.pt").write_bytes(b"mine")  # is left out, also of the verification
     repository.commits[-1]["optimizer.pt"] = b"theirs"
     send()
     # Other files of the user stay.
     assert repository.commits[-1] == repository.commits[1] | {"notes.txt": b"old", "optimizer.pt": b"theirs"}
+
+
+TRAINERS = "This model card has been generated automatically according to the information the Trainer had access to."
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_lost"),
+    [
+        ("---\nlicense: mit\n---\n# My model\n\nThree pages.\n", True),
+        ("Gr\xfc\xdfe", True),
+        ("---\ntags:\n- generated_from_trainer\n---\n# Completed\n", True),
+        ("---\nlicense: mit\n---\n", False),
+        ("", False),
+        (f"# outputs\n<!-- {TRAINERS} -->", False),
+        ("# Model Card for Model ID\n", False),
+    ],
+)
+def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, theirs, is_lost):
+    send()
+    commits = hub.repositories["me/tiny"].commits
+    commits.append(commits[-1] | {"README.md": theirs.encode("latin-1")})
+    if is_lost:
+        with pytest.raises(PublishError, match=r"written by hand.*download it into .*tiny.*nothing was committed"):
+            send()
+        assert len(commits) == 3
+        hub.fail("hf_hub_download", httpx2.ConnectError("reset"))
+        with pytest.raises(PublishError, match=r"reset.*nothing was committed"):
+            send()
+        (prepared / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")  # a user's card needs no download
+    send()
+    assert_whole(hub, prepared, commits=4)
 
 
 def test_a_card_in_another_encoding_is_named(send, prepared):

@@ -121,11 +121,16 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
         raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
     path = directory / README
     written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
-    if any(mark in written for mark in GENERATED):
+    if is_generated(written):
         return str(build_card(directory, repo_id=repo_id, license=license))
     if license is not None:
         raise PublishError(f"{README}: is not generated, so it stays as it is; write the license into it")
     return None
+
+
+def is_generated(text: str) -> bool:
+    """Return whether a program wrote a card, and nobody removed its line from it."""
+    return any(mark in text for mark in GENERATED)
 
 
 def card_problems(text: str, directory: Path) -> list[str]:

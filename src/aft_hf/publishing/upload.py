@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_session
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -23,12 +25,14 @@ from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import described, shortened
 from ..reading import read_text
-from .card import NO_LICENSE, README, new_text
+from .card import NO_LICENSE, README, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .folder import PublishError, files_to_upload
 
 
-WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+# Files of an earlier model that transformers would load in place of new ones, or with them.
+LOADED = r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
+LOADED += r"|adapter_config\.json|adapter_model\..*|processor_config\.json"
 TIMEOUT = 300.0  # seconds without data after which a request fails; huggingface_hub waits forever
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
@@ -74,8 +78,9 @@ def publish(
         console: the rich console to print to. Default: the standard output.
 
     Raises:
-        PublishError: the directory has problems, the Hub refuses the upload or cannot be reached, or the uploaded
-            files differ from the local files. The message says what to do.
+        PublishError: `repo_id` is not name/model, the directory has problems, a card written by hand on the Hub would
+            be lost, the Hub refuses the upload or cannot be reached, or the uploaded files differ from the local ones.
+            The message says what to do.
     """
     directory, console = Path(directory), console or plain_console()
     api = HfApi(endpoint=endpoint, token=token)
@@ -101,17 +106,21 @@ def publish(
     if dry_run:
         console.print("nothing was uploaded")
         return Publication(url, None, list(files))
-    for name, text in new.items():
+    for name, content in new.items():
         with write_atomic(directory / name) as file:
-            file.write(text.encode())
+            file.write(content.encode())
     with _explained(lambda: f"{repo_id}: nothing was committed"):
         api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id, timeout=TIMEOUT)
         if private and not before.private:
             raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
-    # An old single file would be loaded instead of new shards.
-    there = {file.rfilename for file in before.siblings or ()}
-    stale = [name for name in sorted(there - files.keys()) if re.fullmatch(WEIGHTS, name)]
+        there = {file.rfilename for file in before.siblings or ()}
+        if README in there and is_generated(text) and _is_by_hand(api, repo_id, before):
+            raise PublishError(
+                f"{repo_id}: the card on the Hub, {README}, was written by hand and would be lost; download it into "
+                f"{directory} to keep it, or delete it there"
+            )
+    stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
     added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
     with _explained(lambda: _outcome(api, repo_id, before)):
         message = f"Upload {directory.resolve().name}"
@@ -124,6 +133,14 @@ def publish(
             raise PublishError(f"{wrong[0]} on the Hub is missing or differs from the local file")
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
     return Publication(url, commit.oid, list(files))
+
+
+def _is_by_hand(api: HfApi, repo_id: str, before: ModelInfo) -> bool:
+    """Return whether the card on the Hub has a text, and no program wrote it."""
+    with TemporaryDirectory() as aside:
+        path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    return not is_generated(text) and bool(REGEX_YAML_BLOCK.sub("", text).strip())
 
 
 def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:
