@@ -233,10 +233,7 @@ def load(
             if not trusted:
                 _check_tokenizer_class([values, config.model_dump()])
         elif not trusted:
-            if find_file(str(source), ADAPTER_CONFIG_NAME, error, **optional):  # it names another model
-                raise error(
-                    f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
-                )
+            refuse_adapter(source, error, **hub)
             if "config" not in options:
                 options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
         with no_larger_than_weights(place, error):
@@ -247,6 +244,12 @@ def load(
             if isinstance(model, nn.Module):
                 _check_weights(source, model, place, error)
     return loaded
+
+
+def refuse_adapter(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> None:
+    """Raise an error if a saved model has an adapter, which names another model; arguments are as for `find_file`."""
+    if find_file(str(source), ADAPTER_CONFIG_NAME, error, **hub, _raise_exceptions_for_connection_errors=False):
+        raise error(f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result")
 
 
 def check_finite(name: Any, tensors: Iterable[tuple[str, torch.Tensor]], error: type[ValueError]) -> None:

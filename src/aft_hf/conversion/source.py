@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
 from ..errors import explained
-from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor
+from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor, refuse_adapter
 from ..position_biases_aft import widen
 from ..reading import Document, read_json
 from .files import read_weights
@@ -136,8 +136,8 @@ def read_source(
             the width of the checkpoint.
 
     Raises:
-        ConversionError: the checkpoint does not exist, is damaged, holds NaN or infinity, or is not a ViT or DeiT; or
-            an option contradicts its config.
+        ConversionError: the checkpoint does not exist, is damaged, holds NaN or infinity, is not a ViT or DeiT, or has
+            an adapter; or an option contradicts its config.
         TypeError: `source` is neither a path nor a model.
     """
     if isinstance(source, PreTrainedModel):
@@ -157,6 +157,8 @@ def read_source(
     if isinstance(source, PreTrainedModel):
         tensors, part = {key: tensor.detach().cpu() for key, tensor in source.state_dict().items()}, ""
     else:
+        if not Path(name).is_file():
+            refuse_adapter(name, ConversionError)
         tensors, part = read_weights(name)
         # A damaged image processor is an error: its means and sizes matter.
         if not is_timm and read_image_processor(name, ConversionError):
