@@ -129,7 +129,9 @@ def convert_command(
     can_train = chooses_a_class(model.config)
     can_distill = not distill and num_labels is None and can_train
     words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
-    words += ["--teacher", source] if num_labels is None else []  # a source without classes teaches none
+    # A source without classes teaches none, and finetune has no options to read a source with.
+    can_teach = num_labels is None and source_image_size is None and source_num_heads is None
+    words += ["--teacher", source] if can_teach else []
     words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
     step = "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):"
     console = plain_console()
