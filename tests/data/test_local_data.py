@@ -413,6 +413,18 @@ def test_structs_of_bytes_and_path_are_images_for_all_readers(kind, tmp_path):
         assert [image.getpixel((0, 0))[0] for image in images] == [7] * len(rows)
 
 
+def test_of_several_columns_of_images_the_one_named_image_is_read_or_none(tmp_path):
+    images = {name: [{"bytes": picture(value), "path": None}] for name, value in (("mask", 1), ("image", 7))}
+    rows = Dataset.from_dict(images, Features(mask=ImageFeature(), image=ImageFeature()))
+    rows.to_parquet(path := tmp_path / "rows.parquet")
+    assert ImagesOnDisk(path)[0].getpixel((0, 0))[0] == 7
+    rows.rename_column("image", "photo").to_parquet(path)
+    with pytest.raises(ValueError, match=r"rows\.parquet: several columns hold images: mask, photo; name the one"):
+        ImagesOnDisk(path)
+    rows.remove_columns("image").to_parquet(path)
+    assert ImagesOnDisk(path)[0].getpixel((0, 0))[0] == 1
+
+
 # Columns of files and of paths
 
 

@@ -18,11 +18,13 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
 
     Args:
         path: a folder with image files at any depth, a parquet file with a column of images, or with a column "image"
-            of the contents or paths of image files, or a folder of parquet files.
+            of the contents or paths of image files, or a folder of parquet files. Of several columns of images, the
+            one named "image" is read.
         limit: maximum number of images, at least 1.
 
     Raises:
-        ValueError: there are no images, or an image cannot be read.
+        ValueError: there are no images, several columns hold images and none is named "image", or an image cannot be
+            read.
     """
     images = ImagesOnDisk(path)
     count = min(limit, len(images))
@@ -39,7 +41,11 @@ class ImagesOnDisk(Sequence[Image.Image]):
             from ..data.loading import is_image, load_local  # needs the extra "train"
 
             rows: Any = load_local(path)
-            column = next((name for name, feature in rows.features.items() if is_image(feature)), "image")
+            found = [name for name, feature in rows.features.items() if is_image(feature)]
+            column = found[0] if len(found) == 1 else "image"
+            if found and column not in found:
+                told = f"several columns hold images: {shortened(', '.join(found))}"
+                raise ValueError(f'{path}: {told}; name the one to read "image"')
             if column not in rows.column_names:
                 raise ValueError(f"{path}: no column holds images: {shortened(', '.join(rows.column_names))}")
             self.images = rows[column]  # decodes an image when it is accessed
