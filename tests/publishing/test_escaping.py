@@ -119,6 +119,14 @@ def without_code(card: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]+`|^---\n.*?\n---\n", "", card, flags=re.DOTALL)
 
 
+@pytest.mark.parametrize("name", ["a | b", "x` <b>y `z", "\\| a", "<img src=x>", "*b* _c_"])
+def test_the_name_of_a_file_of_results_is_text_in_its_cell(directory, name):
+    (directory / f"{name}.json").write_text('{"as trained": {"accuracy": 0.5}}')
+    card = str(build_card(directory))
+    assert f"{name}.json" in texts(card) and not {"html_inline", "image"} & {token.type for token in rendered(card)}
+    assert sum(token.type == "td_open" for token in rendered(card.split("## Results")[1])) == 4
+
+
 @pytest.mark.parametrize("name", ['x"; import os #', "# Owned", "<b>x", "x\n```\n# Owned"])
 def test_the_name_of_a_directory_is_text_too(directory, name):
     plain = str(build_card(directory))

@@ -112,6 +112,7 @@ def build_card(
         data_of=lambda fact: _data(facts, fact),
         label=_label,
         escaped=_escaped,
+        code=_code,
     )
 
 
@@ -224,6 +225,11 @@ def _architecture(facts: Facts) -> dict[str, Any]:
 def _escaped(text: str) -> str:
     """Return Markdown that shows `text` literally, inside a line or a table cell."""
     return html.escape(BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", printable(text))), quote=False)
+
+
+def _code(text: str) -> str:
+    """Return Markdown that shows `text` as code, or escaped if it would end the code or a table cell."""
+    return _escaped(text) if {"`", "|"} & {*text} else f"`{printable(text)}`"
 
 
 def _label(name: str) -> str:
