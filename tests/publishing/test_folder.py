@@ -49,6 +49,15 @@ def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_is_written(
     assert listing(directory.parent) == before
 
 
+@pytest.mark.parametrize("repo_id", ["model", "a/b/c", "a b/x", "https://huggingface.co/a/b", "a/-x", ""])
+def test_a_name_that_is_not_of_a_repository_is_refused_before_anything_is_written(directory, repo_id):
+    before = listing(directory)
+    for dry in (True, False):
+        with pytest.raises(PublishError, match="is not the name of a repository; give name/model"):
+            publish(directory, repo_id, dry_run=dry, endpoint="http://127.0.0.1:9", console=Console(quiet=True))
+    assert listing(directory) == before
+
+
 def test_links_within_the_folder_are_followed_and_other_odd_files_refused_by_name(directory, tmp_path):
     (directory / "notes.txt").write_text("mine")
     (directory / "also.txt").symlink_to("notes.txt")

@@ -27,6 +27,7 @@ from ..errors import described, shortened
 from ..reading import read_text
 from .card import NO_LICENSE, README, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
+from .facts import MODEL_ID
 from .folder import PublishError, files_to_upload
 
 
@@ -82,6 +83,8 @@ def publish(
             be lost, the Hub refuses the upload or cannot be reached, or the uploaded files differ from the local ones.
             The message says what to do.
     """
+    if not MODEL_ID.fullmatch(repo_id):
+        raise PublishError(f"{repo_id!r} is not the name of a repository; give name/model, such as me/my-model")
     directory, console = Path(directory), console or plain_console()
     api = HfApi(endpoint=endpoint, token=token)
     url = f"{api.endpoint}/{repo_id}"
