@@ -74,6 +74,11 @@ def test_a_converted_model_has_the_license_of_its_source_if_it_is_known(vit, tmp
         assert own["license"] == "gpl-3.0" and "license_name" not in own
 
 
+def test_a_source_in_the_working_directory_has_a_name_in_the_report(vit, monkeypatch):
+    monkeypatch.chdir(vit)
+    assert convert_deit(".", **OPTIONS)[1].source == "vit"
+
+
 # ------------------------------------------------------------------------------------------------------ verification
 
 

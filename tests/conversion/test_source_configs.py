@@ -12,6 +12,7 @@ from checkpoints import (
     assert_copied,
     copies,
     randomize,
+    save_pth,
     save_timm,
     save_vit,
     timm_tensors,
@@ -132,6 +133,20 @@ def test_a_source_without_a_head_needs_the_number_of_classes(tmp_path, run_comma
     done = run_command("aft-hf", "convert", *arguments)
     assert done.returncode == 0 and "aft-hf finetune" in done.stdout
     assert "--teacher" not in done.stdout and "--distill" not in done.stdout
+
+
+def test_a_source_that_finetune_cannot_read_is_no_teacher_of_the_next_step(tmp_path, run_command):
+    save_pth(tmp_path / "deit.pth")
+    arguments = [tmp_path / "deit.pth", tmp_path / "aft", "--kernel-size", 3, "--num-heads", 4]
+    done = run_command("aft-hf", "convert", *arguments, "--source-num-heads", 3, "--source-image-size", 32)
+    assert done.returncode == 0 and "aft-hf finetune" in done.stdout and "--teacher" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "value"), [("image_size", 30), ("patch_size", 7)])
+def test_a_source_that_no_aft_can_follow_is_named(tmp_path, name, value):
+    ViTForImageClassification(ViTConfig(**SIZES | {name: value})).save_pretrained(tmp_path / "vit")
+    message = refusal(tmp_path / "vit")
+    assert message.startswith(f"{tmp_path / 'vit'}: cannot be converted (") and f"{name}={value}" in message
 
 
 @pytest.mark.parametrize("channels", [1, 4])

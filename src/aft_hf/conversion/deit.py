@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .._version import __version__
 from ..configuration_aft import AFTConfig
+from ..errors import explained
 from ..loading import check_finite
 from ..modeling_aft import AFTForImageClassification
 from ..position_biases_aft import widen
@@ -87,6 +88,8 @@ def convert_deit(
     """
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
+    if (init == "attention") != (images is not None):
+        raise ValueError('init="attention" needs images, a few hundred of the same kind; init="paper" uses none')
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     if source.heads and num_labels is not None:
@@ -104,16 +107,15 @@ def convert_deit(
         **({} if num_labels is None else {"num_labels": num_labels}),
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
-    config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
-    if (init == "attention") != (images is not None):
-        raise ValueError('init="attention" needs images, a few hundred of the same kind; init="paper" uses none')
+    with explained(f"{source.name}: cannot be converted", ConversionError):
+        config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
+        model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
+        target = model.state_dict()
+        copies = copied_parts(source, config, target)
+        for name, copy in copies.items():
+            target[name].copy_(copy.tensor)
     if init == "attention" and "conv" not in config.layer_aft_types:
         raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
-    model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
-    target = model.state_dict()
-    copies = copied_parts(source, config, target)
-    for name, copy in copies.items():
-        target[name].copy_(copy.tensor)
     fitted = {} if images is None else fit_to_attention(model, source, images)
     check_finite(f"{source.name}, after the conversion", target.items(), ConversionError)
 
@@ -127,7 +129,7 @@ def convert_deit(
     }
     report = ConversionReport(
         # The report is published with the model, so it names a local source without its directory.
-        source=Path(source.name).name if Path(source.name).exists() else source.name,
+        source=os.path.basename(os.path.abspath(source.name)) if Path(source.name).exists() else source.name,
         options=options,
         versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
         tensors=list(_records(source, target, copies, fitted)),
