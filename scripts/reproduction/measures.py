@@ -12,7 +12,7 @@ from aft_hf.analysis import bias_maps
 from aft_hf.loading import load, load_trained
 from aft_hf.mixers_aft import AFTConv
 from aft_hf.training.recipe import BytesRecipe, ImagesRecipe, Recipe, build_recipe
-from aft_hf.training.tasks import TASKS, BytesTask, first_rows, read_rows
+from aft_hf.training.tasks import TASKS, BytesTask, read_rows, some_rows
 from aft_hf.tuning.evaluation import evaluate_classifier
 
 
@@ -46,7 +46,7 @@ def image_sizes(recipe: Recipe) -> dict[str, float]:
     data = recipe.data
     model = _trained(AutoModelForImageClassification, recipe)
     processor = load(AutoImageProcessor, recipe.output_dir)
-    rows = first_rows(read_rows(recipe), data)["validation"]
+    rows = some_rows(read_rows(recipe), data, shuffled=True)["validation"]
     options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
     options["enlarge_patches"] = False  # as in the paper
     found = {}

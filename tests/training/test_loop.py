@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aft_hf.data.samples import GlobalBatches
+from aft_hf.loading import weights_digest
 from aft_hf.running.checkpoints import find_damage
 from aft_hf.training import loop
 from aft_hf.training.loop import build_adamw
@@ -52,7 +53,7 @@ def test_a_run_leaves_a_model_a_tokenizer_its_results_and_a_picture(finished):
     assert (directory / "losses.png").read_bytes().startswith(b"\x89PNG")
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     assert tokenizer("az")["input_ids"] == [97, 122]
-    assert results["parameters"] == model.num_parameters()
+    assert results["parameters"] == model.num_parameters() and results["weights"] == weights_digest(directory)
     assert len(tokenizer) == model.config.vocab_size == 258
     for name in ("eos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)

@@ -18,6 +18,7 @@ from transformers.testing_utils import CaptureLogger
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer
 from aft_hf.conversion import adapt_to_image_size, read_source
 from aft_hf.data.images import logger as classes_logger
+from aft_hf.loading import weights_digest
 from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
 from aft_hf.tuning.evaluation import evaluate_classifier, evaluate_language_model, logger
 
@@ -296,7 +297,11 @@ def evaluate(run_command, tmp_path, images):
             "aft-hf", "evaluate", tmp_path, tmp_path / data, "--out", tmp_path / "metrics.out", *options
         )
         assert "Traceback" not in done.stderr and "\r" not in done.stderr  # a log has no progress bars
-        return done, json.loads((tmp_path / "metrics.out").read_text()) if done.returncode == 0 else {}
+        if done.returncode:
+            return done, {}
+        found = json.loads((tmp_path / "metrics.out").read_text())
+        assert found.pop("weights") == weights_digest(tmp_path)
+        return done, found
 
     return evaluate
 

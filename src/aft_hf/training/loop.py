@@ -31,6 +31,7 @@ from ..analysis import draw_losses, save
 from ..atomic_files import move_into, write_json
 from ..data.samples import GlobalBatches, steps_per_epoch
 from ..errors import explained
+from ..loading import weights_digest
 from ..running.checkpoints import DATA, Checkpoints, Record, find_damage, read_manifest, refuse_changes
 from ..running.ownership import join_processes, owned
 from ..running.steps import Training, take_steps
@@ -318,6 +319,7 @@ class Run(Training):
             model.save_pretrained(aside)
             if self.task.processor is not None:
                 self.task.processor.save_pretrained(aside)
+            results["weights"] = weights_digest(aside)
             write_json(aside / "results.json", results)
             save(draw_losses([(self.recipe.task, results)]), aside / "losses.png")
         return results

@@ -19,8 +19,7 @@ from ..errors import complete_message, explain, shortened
 from ..reading import ModelConfig, PlainLoader, parse_yaml, read_text
 
 
-# Pairs of keys of which a recipe has only one: an override of one key removes the other. `pretrained` in place of
-# `architecture` removes the other fields of the model, too: they describe another one.
+# Pairs of keys of which a recipe has only one: an override of one key removes the other.
 ALTERNATIVES = (
     ("epochs", "steps"),
     ("warmup_epochs", "warmup_steps"),
@@ -344,12 +343,15 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         values.pop("output_dir", None)
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
-    for override in sorted(overrides, key=lambda each: not each.startswith("model.pretrained=")):
+    first = "model.pretrained="
+    for override in sorted(overrides, key=lambda each: not each.startswith(first)):
         key, equals, value = override.partition("=")
         if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
+        if override.startswith(first) and "architecture" in (values.get("model") or {}):
+            values["model"] = {}  # the fields in the file describe another model
         values = _merge(values, {key: parse_yaml(value, shortened(override), loader=_Loader)})
     return build_recipe(values)
 
@@ -416,8 +418,8 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
     for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-        if more.get(one) is not None and other not in more and merged.pop(other, None) and one == "pretrained":
-            merged.clear()
+        if more.get(one) is not None and other not in more:
+            merged.pop(other, None)
     for key, value in more.items():
         first, *rest = str(key).split(".")
         for part in reversed(rest):

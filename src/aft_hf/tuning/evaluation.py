@@ -39,7 +39,7 @@ from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
 from ..data.text import IGNORED, LOSSY, TOKEN_DTYPE, Windows, count_changed, read_texts, token_ids
 from ..errors import described, explained
-from ..loading import load, load_trained
+from ..loading import load, load_trained, weights_digest
 from ..modeling_aft import AFTPreTrainedModel
 from ..publishing.facts import Evaluations
 from ..reading import read_json
@@ -103,7 +103,7 @@ def evaluate(options: SimpleNamespace) -> None:
         table.add_row(name, *(f"{values[metric]:.4f}" for metric in metrics))
     plain_console().print(table)
     if options.out is not None:
-        write_json(options.out, results)
+        write_json(options.out, {"weights": weights_digest(source)} | results)
 
 
 def is_image_classifier(config: PreTrainedConfig) -> bool:
