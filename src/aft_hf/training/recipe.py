@@ -350,7 +350,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
-        if override.startswith(first) and "architecture" in (values.get("model") or {}):
+        if override.startswith(first) and isinstance(model := values.get("model"), dict) and "architecture" in model:
             values["model"] = {}  # the fields in the file describe another model
         values = _merge(values, {key: parse_yaml(value, shortened(override), loader=_Loader)})
     return build_recipe(values)
