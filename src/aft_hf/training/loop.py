@@ -367,6 +367,8 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
     if recipe.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and getattr(model.config, "position_bias_entropy_weight", False):
+        raise ValueError("model.position_bias_entropy_weight must be 0 with FSDP: the entropy needs whole kernels")
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
         # By default FSDP wraps all classes in `_no_split_modules`. These include the embeddings, which Accelerate
         # wraps separately, and classes that this model may not have.
