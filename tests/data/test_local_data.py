@@ -143,6 +143,9 @@ def test_parquet_files_in_a_folder_are_read_in_order_and_not_beside_images(tmp_p
         (["train/0", "Test/0"], True),
         (["train-00000-of-00002", "train-00001-of-00002"], False),
         (["data/trained", "data/tested"], False),
+        (["digits_train", "digits_test"], True),
+        (["training0/a", "dev0/a"], True),
+        (["train/a", "train/test_site"], False),
     ],
     ids=str,
 )
@@ -152,8 +155,7 @@ def test_parquet_files_of_several_splits_are_not_joined(tmp_path, names, of_spli
     if of_splits:
         with pytest.raises(ValueError, match=r"its files are of several splits .*: give a folder or file of one"):
             load_local(tmp_path)
-    else:
-        assert {*load_local(tmp_path)["text"]} == {*names}
+    assert {*load_local(tmp_path, joined=of_splits)["text"]} == {*names}
 
 
 @pytest.mark.parametrize("split", ["train", "val", "Test"])

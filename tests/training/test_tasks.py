@@ -20,6 +20,7 @@ from transformers.utils import logging
 from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
 from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
+from aft_hf.data.samples import SampleKey
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import TASKS, BytesTask, TokensTask
 from aft_hf.tuning.evaluation import evaluate_language_model
@@ -105,7 +106,22 @@ def paths(images: Path) -> dict[str, str]:
     return {"train": str(images), "validation": str(images)}
 
 
-@pytest.mark.parametrize("model", [{"id2label": {0: "light", 1: "dark", 2: "red"}}, {"num_labels": 9}], ids=str)
+def test_the_recipe_orders_the_classes_and_names_those_that_are_numbers(tmp_path, images):
+    values = images_recipe(tmp_path, images)
+    values["model"] |= {"id2label": {"0": "red", "1": "dark", "2": "light"}}
+    fields = TASKS["images"](build_recipe(values)).config_values
+    assert fields["label2id"] == {"red": 0, "dark": 1, "light": 2}
+    rows = Dataset.from_parquet(str(images)).cast_column("label", ClassLabel(names=["0", "1", "2"]))
+    rows.to_parquet(tmp_path / "numbers.parquet")
+    values["data"] = values["data"] | paths(tmp_path / "numbers.parquet")
+    task = TASKS["images"](build_recipe(values))
+    assert task.config_values == fields
+    assert [task.train[SampleKey(0, i)]["labels"].item() for i in range(3)] == rows["label"][:3]
+
+
+@pytest.mark.parametrize(
+    "model", [{"id2label": {0: "light", 1: "dark", 2: "blue"}}, {"label2id": {"red": 1}}, {"num_labels": 9}], ids=str
+)
 def test_classes_that_contradict_the_data_are_refused(tmp_path, images, model):
     values = images_recipe(tmp_path, images)
     with pytest.raises(ValueError, match="the data has the 3 classes"):
@@ -129,6 +145,14 @@ def test_few_samples_of_a_folder_that_is_sorted_by_class_have_all_classes(tmp_pa
     task = TASKS["images"](build_recipe(images_recipe(tmp_path, images, data=data)))
     for samples in (task.train, *task.evaluated.values()):
         assert {*samples.rows["label"]} == {0, 1, 2} and len(samples) == 12
+
+
+def test_a_pretrained_model_of_other_sizes_is_refused_and_not_made_anew(tmp_path):
+    values = bytes_recipe(tmp_path, steps=1)
+    run(values)
+    wider = {"pretrained": values["output_dir"], "hidden_size": 16}
+    with pytest.raises(ValueError, match=r"aft.layernorm.bias has another size .* leave them out"):
+        BytesTask(build_recipe(values | {"model": wider})).build_model()
 
 
 @pytest.mark.parametrize("inside", ["", "outputs/run"])

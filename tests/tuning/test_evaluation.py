@@ -343,6 +343,7 @@ def test_no_file_but_an_earlier_evaluation_is_replaced(evaluate, tmp_path, run_c
     done = run_command("aft-hf", "evaluate", tmp_path, tmp_path / "images.parquet", "--out", tmp_path / name)
     assert done.returncode == 1 and f"{name}: is no evaluation, so it is not replaced" in done.stderr
     assert (tmp_path / name).read_bytes() == before
+    (tmp_path / "metrics.out").write_text("")  # of mktemp
     assert evaluate("--batch-size", 2)[0].returncode == 0
 
 

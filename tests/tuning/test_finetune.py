@@ -134,6 +134,15 @@ def test_a_model_keeps_the_names_of_its_classes_if_the_labels_are_numbers(images
     assert "classes are matched by number: the data has the 2 classes ['0', '1']" in caplog.text
 
 
+@pytest.mark.parametrize("names", [["0", "1"], ["7", "12"]], ids=str)
+def test_declared_names_of_classes_replace_those_of_the_model(names, tmp_path):
+    model = save_classifier(tmp_path / "before", id2label={0: "red", 1: "blue"}, label2id={"red": 0, "blue": 1})
+    rows = parquet(tmp_path / "numbers.parquet", [0, 1] * 4, ClassLabel(names=names))
+    start(model, tmp_path / "after", "--do_train", "--train", rows, "--max_steps", 1, "--validation_share", 0)
+    found = AutoModelForImageClassification.from_pretrained(tmp_path / "after").config.id2label
+    assert found == dict(enumerate(names))
+
+
 def test_an_evaluation_alone_uses_the_classes_of_the_model(classifier, images, tmp_path):
     names = {0: "red", 1: "green", 2: "blue"}  # the images are red and blue
     labels = {name: number for number, name in names.items()}

@@ -40,7 +40,7 @@ class ImagesOnDisk(Sequence[Image.Image]):
         if self.images[0].suffix.lower() == PARQUET:
             from ..data.loading import is_image, load_local  # needs the extra "train"
 
-            rows: Any = load_local(path)
+            rows: Any = load_local(path, joined=True)
             found = [name for name, feature in rows.features.items() if is_image(feature)]
             column = found[0] if len(found) == 1 else "image"
             if found and column not in found:

@@ -69,15 +69,16 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     """Return the classes of a model that is trained on a dataset, and the same in the names of the dataset.
 
     They are those of the dataset, as of `class_names`. A model with the same classes keeps their order, and one with
-    as many keeps its names, with a warning, if those of the dataset are only numbers.
+    as many keeps its names, with a warning, if the labels of the dataset are integers.
     """
     names = class_names(dataset, column)
     if sorted(names) == sorted(of_model):
         return [*of_model], [*of_model]
-    if len(names) == len(of_model) and are_names(of_model) and not are_names(names):
-        _warn_of_numbers(names, of_model)
-        return [*of_model], by_number(names, len(names))
-    return names, names
+    has_names = isinstance(dataset.features[column], ClassLabel) or names != [*map(str, range(len(names)))]
+    if has_names or len(names) != len(of_model) or not are_names(of_model):
+        return names, names
+    _warn_of_numbers(names, of_model)
+    return [*of_model], names
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:

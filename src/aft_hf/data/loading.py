@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pandas
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset
-from datasets.data_files import DataFilesDict, DataFilesList
+from datasets.data_files import SPLIT_KEYWORDS, DataFilesDict, DataFilesList
 from datasets.features.features import require_storage_embed
 from PIL import Image as PILImage
 from transformers.utils import logging
@@ -29,7 +29,8 @@ logger = logging.get_logger(__name__)
 
 READERS = {PARQUET: Dataset.from_parquet, ".json": Dataset.from_json, ".jsonl": Dataset.from_json}
 FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
-SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders, and the first words of names of files
+# The split that a word in the name of a folder or file means.
+SPLITS = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 
 GENERATED = "generated"
 
@@ -116,10 +117,11 @@ def check_named(name: str) -> None:
                 raise UnreadableError(f"{file}: its configs name addresses; only files of a local dataset are read")
 
 
-def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
+def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) -> Dataset:
     """Load a parquet, csv, json or text file, or a folder of images or parquet files (see `list_images`).
 
-    A name is never a pattern or an address. With `labeled`, the label of an image is the name of its folder.
+    A name is never a pattern or an address. With `labeled`, the label of an image is the name of its folder. Parquet
+    files whose names are of several splits are read only if `joined`.
 
     Raises:
         ValueError: the path does not exist, has an unknown format, or cannot be read; or labels are unclear.
@@ -131,12 +133,12 @@ def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
         return _image_rows(path, files, labeled)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
-    words = ((word, file) for file in files[::-1] if file != path for word in _words(file.relative_to(path)))
-    of_splits = {word: file for word, file in words if word in SPLITS}
+    of_splits = {_split(file.relative_to(path)): file for file in files if not joined}
+    of_splits.pop(None, None)
     if len(of_splits) > 1:
         raise ValueError(
             f"{path}: its files are of several splits ({', '.join(map(str, sorted(of_splits.values())))}): give a "
-            "folder or file of one, or give this folder as a dataset (data.dataset, --dataset-name)"
+            "folder or file of one; for training, the folder can also be data.dataset (--dataset-name)"
         )
     try:
         if suffix in READERS:
@@ -152,10 +154,10 @@ def load_local(path: str | Path, *, labeled: bool = True) -> Dataset:
         raise ValueError(f"{path}: cannot be read as a file of type {suffix[1:]} ({reason})") from error
 
 
-def _words(file: Path) -> list[str]:
-    """Return the parts of the path of a file that may name its split: train/0, train-00000-of-00001."""
-    *folders, name = map(str.lower, file.parts)
-    return [*folders, re.split(r"\W|_", name)[0]]
+def _split(file: Path) -> str | None:
+    """Return the split that the outermost part of a path names, such as train/0 or train-00000-of-00001, or None."""
+    words = (word for part in file.parts for word in re.split(r"[\W_\d]+", part.lower()))
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
 def _read_files(files: Sequence[Path]) -> Dataset:

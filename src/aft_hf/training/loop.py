@@ -207,7 +207,7 @@ class Run(Training):
             try:
                 scores = self.evaluate(split)
             except Exception:  # such as a damaged image; the other processes of several wait in the evaluation
-                if saves and self.accelerator.num_processes == 1:
+                if self.accelerator.num_processes == 1:
                     self.save()
                 raise
             self.record.evaluations.append({"step": self.step, **scores})

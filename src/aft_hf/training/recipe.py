@@ -41,6 +41,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Three = Field(min_length=3, max_length=3)
 Place = Annotated[str, AfterValidator(os.path.expanduser)]  # a shell does not expand the ~ of `output_dir=~/run`
 Pair = Annotated[list[Probability], Field(min_length=2, max_length=2)]
@@ -122,7 +123,7 @@ class ImagesData(ImageRowsData):
     label_column: str = Field("label", description="Column of the labels.")
     image_size: Count = Field(224, description="Side in pixels.")
     eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
-    image_mean: Annotated[list[float], Three] = Field(
+    image_mean: Annotated[list[Finite], Three] = Field(
         [0.485, 0.456, 0.406], description="Mean of each channel, for normalization. Of model.pretrained: its own."
     )
     image_std: Annotated[list[Positive], Three] = Field(
@@ -228,7 +229,8 @@ class Recipe(Section, Generic[DataType]):
         except ValidationError as problems:
             raise complete_message(f"model.{explain(problems)}") from None
         if "pretrained" in model:
-            return model
+            source = model["pretrained"]
+            return model | {"pretrained": os.path.expanduser(source) if isinstance(source, str) else source}
         architecture = model["architecture"]
         if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
             near = _suggestion(str(architecture), CONFIG_MAPPING.keys())

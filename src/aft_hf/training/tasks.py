@@ -1,5 +1,6 @@
 """The training tasks (bytes, tokens, pixels and images): their data, models, losses and metrics."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
-from ..data.classes import model_classes, require_a_class
+from ..data.classes import are_names, model_classes, require_a_class
 from ..data.loading import (
     GENERATED,
     draw_images,
@@ -79,7 +80,17 @@ class Task(ABC):
             values = self._fitting(type(load(AutoConfig, source))) | fields
             # Train in float32 whatever dtype was saved: half precision would lose small updates.
             values["dtype"] = torch.float32
-            return load(self.auto_model, source, ignore_mismatched_sizes=True, **values)
+            model, info = load(
+                self.auto_model, source, ignore_mismatched_sizes=True, output_loading_info=True, **values
+            )
+            # What depends on the data may be new: embeddings, position biases and classifiers.
+            of_data = re.compile(r"embed|wte|wpe|position|head|classifier|score")
+            if wrong := sorted(name for name, *_ in info["mismatched_keys"] if not of_data.search(name)):
+                raise ValueError(
+                    f"model.pretrained={source}: {wrong[0]} has another size there than by the other fields of model: "
+                    "leave them out"
+                )
+            return model
         architecture = fields.pop("architecture")
         with explained("model: cannot be built"):
             values = self._fitting(CONFIG_MAPPING[architecture]) | fields
@@ -267,10 +278,18 @@ class ImagesTask(Task):
         if source := recipe.model.get("pretrained"):
             of_model, own = model_classes(load(AutoConfig, source)), read_image_processor(source) or {}
             for name in {"image_mean", "image_std"} - data.model_fields_set:
-                if (value := own.get(name)) is not None:
+                value = float(name == "image_std") if own.get("do_normalize") is False else own.get(name)
+                if value is not None:
                     setattr(data, name, value if isinstance(value, list) else [value] * 3)
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
+        if isinstance(given := recipe.model.get("id2label"), dict):
+            wanted = [str(given[number]) for number in sorted(given, key=lambda number: int(str(number)))]
+            if sorted(wanted) == sorted(names):
+                labels = wanted if labels == names else labels
+            elif len(wanted) != len(names) or are_names(names):
+                raise ValueError(f"model.id2label: the data has the {len(names)} classes {shown(names)}; leave it out")
+            names = wanted
         numbers = {name: number for number, name in enumerate(names)}
         splits = hold_out(splits, VALIDATION_SHARE)
         self.config_values = {
@@ -279,8 +298,8 @@ class ImagesTask(Task):
             "id2label": dict(enumerate(names)),
             "label2id": numbers,
         }
-        for name, value in {"num_labels": len(names), **self.config_values}.items():
-            if name not in ("modality", "image_size") and (given := recipe.model.get(name, value)) != value:
+        for name, value in (("num_labels", len(names)), ("label2id", numbers)):
+            if (given := recipe.model.get(name, value)) != value:
                 classes = f"the data has the {len(names)} classes {shown(names)}"
                 raise ValueError(f"model.{name}={shown(given)}: {classes}; leave it out")
         # Resize, crop the center if `eval_crop_ratio` is below 1, and normalize.

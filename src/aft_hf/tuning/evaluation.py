@@ -58,7 +58,7 @@ def evaluate(options: SimpleNamespace) -> None:
     place = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     dataset = load_local(options.data)
     config = load(AutoConfig, source)
-    if options.out is not None and options.out.exists():
+    if options.out is not None and options.out.exists() and options.out.stat().st_size:
         try:
             read_json(options.out, Evaluations)
         except ValueError as error:

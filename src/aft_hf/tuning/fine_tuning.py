@@ -132,7 +132,10 @@ def _classification(
     names = labels = model_classes(config)
     if trains:
         names, labels = trained_classes(splits["train"], options.label_column, names)
-    splits = some_rows(hold_out(splits, options.validation_share), options, shuffled=True)
+    splits = hold_out(splits, options.validation_share)
+    if not trains:
+        splits.pop("train", None)
+    splits = some_rows(splits, options, shuffled=True)
     config.id2label = dict(enumerate(names))
     require_a_class(options.model_name_or_path, config)
     processor = load_image_processor(options.model_name_or_path, config, **hub)
