@@ -285,6 +285,11 @@ def test_the_entropy_is_that_of_the_layers_that_are_there():
         found = model(ids).position_bias_entropy
         entropies = [layers[i].mixer.position_bias_entropy() for i in expected]
         assert found is None if not entropies else found.item() == pytest.approx(sum(entropies).item())
+    model.aft.layers = layers
+    layers[0].mixer = torch.compile(layers[0].mixer, backend="eager")  # a wrapper that forwards attributes
+    assert model.aft.position_bias_entropy().item() == pytest.approx(
+        sum(layers[i].mixer.position_bias_entropy() for i in (0, 2)).item()
+    )
 
 
 @pytest.mark.parametrize("modality", ["text", "image"])

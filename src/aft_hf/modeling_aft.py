@@ -386,7 +386,7 @@ class AFTModel(AFTPreTrainedModel):
             if input_ids.device.type == "cpu" and not is_torchdynamo_compiling() and input_ids.numel() > 0:
                 lowest, highest = read(torch.stack(input_ids.aminmax())) or (0, 0)
                 if lowest < 0 or highest >= size:
-                    raise ValueError(f"token ids must be in 0 .. {size - 1} (vocab_size), got {lowest} .. {highest}")
+                    raise ValueError(f"token ids must be in 0 .. {size - 1}, got {lowest} .. {highest}")
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         embedded = cast(Tensor, inputs_embeds)
         if embedded.shape[1] == 0:
@@ -421,7 +421,7 @@ class AFTModel(AFTPreTrainedModel):
         if self.config.position_bias_entropy_weight == 0:
             return None
         device = self.layernorm.weight.device
-        mixers = [mixer for mixer in self._mixers if isinstance(mixer, AFTConv)]
+        mixers = [mixer for mixer in self._mixers if hasattr(mixer, "position_bias_entropy")]
         return torch.stack([mixer.position_bias_entropy().to(device) for mixer in mixers]).sum() if mixers else None
 
 

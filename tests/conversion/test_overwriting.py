@@ -59,6 +59,9 @@ def test_the_license_of_an_earlier_source_does_not_stay_with_the_weights_of_anot
         save_converted(vit, converted, overwrite=True, **OPTIONS)
         assert not (converted / "README.md").exists()  # it was generated
         assert f"license: {license}\n" in write_card(converted).read_text()
+    write_card(converted, license="apache-2.0")
+    save_converted(vit, converted, overwrite=True, **OPTIONS)
+    assert "license: apache-2.0\n" in write_card(converted).read_text()  # chosen by the user, for the same source
 
 
 def append(directory, name):

@@ -181,6 +181,9 @@ def test_results_of_earlier_weights_are_not_shown_as_those_of_the_present_ones(d
     assert not any(each in card.text for each in ("0.7312", "0.6250", "4711", "someone/pictures", "2.13.0"))
     assert "Training is not recorded here" in card.text and "| accuracy, 48 px | 0.1250 |" in card.text
     assert "datasets" not in card.data.to_dict()
+    for name in ("results.json", "test.json"):
+        assert f"`{name}` is of other weights, so its numbers are not shown." in card.text
+    assert "losses.png" not in card.text
 
 
 def test_a_digest_of_weights_is_of_the_files_that_are_loaded_and_so_is_the_number_of_parameters(directory):

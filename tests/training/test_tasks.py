@@ -147,6 +147,14 @@ def test_few_samples_of_a_folder_that_is_sorted_by_class_have_all_classes(tmp_pa
         assert {*samples.rows["label"]} == {0, 1, 2} and len(samples) == 12
 
 
+def test_a_run_whose_classes_have_another_order_is_not_resumed(tmp_path, images):
+    order = {"id2label": {0: "red", 1: "dark", 2: "light"}}
+    values = images_recipe(tmp_path, images, steps=2)
+    run(values)
+    with pytest.raises(ValueError, match="was made with other training data"):
+        run(values | {"steps": 3, "model": values["model"] | order})
+
+
 def test_a_pretrained_model_of_other_sizes_is_refused_and_not_made_anew(tmp_path):
     values = bytes_recipe(tmp_path, steps=1)
     run(values)

@@ -127,10 +127,12 @@ def test_the_classifier_is_kept_where_the_number_of_classes_is_and_new_where_it_
 
 def test_a_model_keeps_the_names_of_its_classes_if_the_labels_are_numbers(images, tmp_path, caplog):
     names = {0: "red", 1: "blue"}
-    model = save_classifier(tmp_path / "before", id2label=names, label2id={"red": 0, "blue": 1})
+    options = {"id2label": names, "label2id": {"red": 0, "blue": 1}, "output_hidden_states": True}
+    model = save_classifier(tmp_path / "before", **options)
     numbers = parquet(tmp_path / "numbers.parquet", [0, 1] * 4, Value("int64"))
     start(model, tmp_path / "after", "--do_train", "--train", numbers, "--max_steps", 1, "--validation_share", 0)
-    assert AutoModelForImageClassification.from_pretrained(tmp_path / "after").config.id2label == names
+    config = AutoModelForImageClassification.from_pretrained(tmp_path / "after").config
+    assert config.id2label == names and config.output_hidden_states
     assert "classes are matched by number: the data has the 2 classes ['0', '1']" in caplog.text
 
 

@@ -39,6 +39,7 @@ def train_command(
     train(resolved)
 
 
+OF_DISTILLATION = ("distillation", "distillation_weight", "distillation_temperature")
 # Options of `finetune_command`, by the panel of its help.
 in_model, in_data, in_training, in_distillation = (
     partial(typer.Option, rich_help_panel=name) for name in ("Model", "Data", "Training", "Distillation")
@@ -60,8 +61,10 @@ def finetune_command(
         str | None, in_data(help="In place of --train: a dataset on the Hub, or a local one.")
     ] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
-    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on so many images, drawn at random.")] = None,
-    max_eval_samples: Annotated[int | None, in_data(min=1, help="Evaluate so many images.")] = None,
+    max_train_samples: Annotated[
+        int | None, in_data(min=1, help="Train on at most this many images, drawn at random.")
+    ] = None,
+    max_eval_samples: Annotated[int | None, in_data(min=1, help="The same for evaluation.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
     augmentation: Annotated[str, in_data(help="none, shift, crop or resized_crop.")] = "none",
@@ -84,9 +87,6 @@ def finetune_command(
 
     refuse_unused(context, {} if teacher else dict.fromkeys(OF_DISTILLATION, "--teacher"))
     return finetune(SimpleNamespace(**context.params), parse_arguments(context.args))
-
-
-OF_DISTILLATION = ("distillation", "distillation_weight", "distillation_temperature")
 
 
 # Options of `evaluate_command`, by the panel of its help.
@@ -117,7 +117,7 @@ def evaluate_command(
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
     max_samples: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate so many images, or the first rows of text.")
+        int | None, typer.Option(min=1, help="Evaluate at most this many images, drawn at random, or rows of text.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,

@@ -107,7 +107,7 @@ def convert_deit(
         **({} if num_labels is None else {"num_labels": num_labels}),
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
-    with explained(f"{source.name}: cannot be converted", ConversionError):
+    with explained(f"{source.name}: cannot be converted with these options", ConversionError):
         config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
         model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
         target = model.state_dict()

@@ -49,8 +49,8 @@ def save_converted(
             to verify against.
         directory: output directory; must be missing or empty, unless `overwrite` is True.
         overwrite: whether to replace an earlier conversion in `directory`. The files that its report lists are
-            deleted, if they are unchanged, and its card (README.md), if it is generated: its license may be that of
-            another source. All other files stay.
+            deleted, if they are unchanged, and its card (README.md), if it is generated and of another source, whose
+            license it may state. All other files stay.
         seed: seed of the new weights and, by default, of the distillation.
         distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
             the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
@@ -137,7 +137,9 @@ def _write(
         old = earlier - {*report.files, REPORT_NAME}
         card = directory / "README.md"
         if earlier and card.is_file() and MARKER in card.read_text(encoding="utf-8", errors="replace"):
-            old.add(card.name)
+            before = read_json(directory / REPORT_NAME, ConversionReport, ConversionError)
+            origins = [(each.source, each.options.get("source_license")) for each in (before, report)]
+            old |= {card.name} if origins[0] != origins[1] else set()
     for path in directory.iterdir():
         if path.name in old:
             path.unlink()

@@ -55,13 +55,13 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
     # A larger number, such as a timestamp, would create as many class names.
     if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
-        if (count := max(labels) + 1) > 2 * len(labels):  # the numbers may be ids
-            logger.warning(f"column {column!r} has class numbers up to {count - 1}, of which {len(labels)} occur")
-        return [str(number) for number in range(count)]
+        return [str(number) for number in range(max(labels) + 1)]
     if all(isinstance(label, (str, bool)) for label in labels):
         return sorted(map(str, labels))
     allowed = f"class names or class numbers from 0 to {MOST_LABELS - 1}"
-    odd = [label for label in labels if not isinstance(label, (str, bool))]  # among names, a missing one
+    named = any(isinstance(label, (str, bool)) for label in labels)
+    odd = [label for label in labels if not isinstance(label, (str, bool) if named else int)]
+    odd = odd or [min(labels), max(labels)]  # integers
     raise ValueError(f"column {column!r} must hold {allowed}, got {str(odd[:5])[1:-1]}")
 
 
@@ -71,13 +71,15 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     They are those of the dataset, as of `class_names`. A model with the same classes keeps their order, and one with
     as many keeps its names, with a warning, if the labels of the dataset are integers.
     """
-    names = class_names(dataset, column)
+    names, found = class_names(dataset, column), dataset.unique(column)
+    if len(names) > 2 * len(found) and not isinstance(dataset.features[column], ClassLabel):  # they may be ids
+        logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {len(found)} occur")
     if sorted(names) == sorted(of_model):
         return [*of_model], [*of_model]
     has_names = isinstance(dataset.features[column], ClassLabel) or names != [*map(str, range(len(names)))]
     if has_names or len(names) != len(of_model) or not are_names(of_model):
         return names, names
-    _warn_of_numbers(names, of_model)
+    _warn_of_numbers(names, of_model, "; the model keeps its names")
     return [*of_model], names
 
 
@@ -105,8 +107,8 @@ def _both(given: Sequence[str], of_model: Sequence[str]) -> str:
     return f"the data has the {len(given)} classes {shown(given)}, the model {len(of_model)}: {shown(of_model)}"
 
 
-def _warn_of_numbers(given: Sequence[str], of_model: Sequence[str]) -> None:
-    logger.warning(f"classes are matched by number: {_both(given, of_model)}")
+def _warn_of_numbers(given: Sequence[str], of_model: Sequence[str], effect: str = "") -> None:
+    logger.warning(f"classes are matched by number: {_both(given, of_model)}{effect}")
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:

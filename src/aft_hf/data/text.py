@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from reprlib import repr as shown
 from tempfile import TemporaryDirectory
@@ -86,7 +85,7 @@ def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedToke
         rules = [sum_file(path) for path in sorted(map(Path, tokenizer.save_pretrained(directory))) if path.is_file()]
     path = cached((tokenize_file.__name__, sum_file(source, (start, stop)), rules), "tokens")
     with explained(f"{source}: its text cannot be tokenized"):
-        first = [part.decode()[:FIRST] for part in islice(_read_parts(source, start, stop), 1)]
+        first = [next(_read_parts(source, start, stop), b"").decode()[:FIRST]]
         if count_changed(first, token_ids(first, tokenizer), tokenizer):
             logger.warning_once(f"the tokenizer changes the text, {LOSSY}")
     if not path.exists():

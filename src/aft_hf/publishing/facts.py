@@ -38,7 +38,7 @@ NOT_LISTED = re.compile(
     r"|\w+_every|keep_checkpoints)|recipe\.data\.(workers|\w+_column|train|validation|test))(\..*)?",
     re.DOTALL,  # keys may have line breaks
 )
-MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Facts:
     pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are not sub-pixels
     paper: str | None = None  # what the paper reports
     versions: str | None = None  # of the software of the training
+    outdated: list[str] = field(default_factory=list)  # files with results of other weights
 
     @property
     def was_trained(self) -> bool:
@@ -94,9 +95,10 @@ def read_facts(directory: Path) -> Facts:
     facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
     present = cache(partial(weights_digest, directory, PublishError))
     results = read_object(directory / RESULTS)
-    # Another program may have written it.
-    if not {"metrics", "recipe"} & results.keys() or not _is_of(results, present):
+    if not {"metrics", "recipe"} & results.keys():  # another program may have written it
         results = {}
+    if not _is_of(results, present):
+        results, facts.outdated = {}, [RESULTS]
     _read_recipe(section(results, "recipe"), facts)
     facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
     _read_values(RESULTS, results, facts)
@@ -194,9 +196,12 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
             continue
         with suppress(PublishError):  # a file of another kind
             record = read_json(path, Evaluations, PublishError)
+            if not _is_of(record, digest):
+                facts.outdated.append(path.name)
+                continue
             facts.results += [
                 Fact(metric, value, path.name, setting="" if setting == "as trained" else setting)
-                for setting in (record if _is_of(record, digest) else ())
+                for setting in record
                 for metric, value in section(record, setting).items()
                 if _is_number(value)
             ]

@@ -124,6 +124,8 @@ def publish(
                 f"{directory} to keep it, or delete it there"
             )
     stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
+    if stale:
+        console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
     added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
     with _explained(lambda: _outcome(api, repo_id, before)):
         message = f"Upload {directory.resolve().name}"

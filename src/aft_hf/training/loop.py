@@ -108,7 +108,7 @@ class Run(Training):
         self.record = Record()
         # (step, loss of this process, learning rate) of the latest steps
         self.on_device: list[tuple[int, torch.Tensor, float]] = []
-        self.data = task.train.fingerprint()
+        self.data = task.fingerprint()
         self.step = self.resume()
         self.checkpoints.set_aside(self.step)
         if self.step > self.total:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown
@@ -345,16 +346,17 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         values.pop("output_dir", None)
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
-    first = "model.pretrained="
-    for override in sorted(overrides, key=lambda each: not each.startswith(first)):
+    for override in sorted(overrides, key=lambda each: not each.startswith("model.pretrained=")):
         key, equals, value = override.partition("=")
         if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
-        if override.startswith(first) and isinstance(model := values.get("model"), dict) and "architecture" in model:
+        more = _merge({}, {key: parse_yaml(value, shortened(override), loader=_Loader)})
+        theirs, ours = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, more))
+        if "architecture" in theirs and "pretrained" in ours:
             values["model"] = {}  # the fields in the file describe another model
-        values = _merge(values, {key: parse_yaml(value, shortened(override), loader=_Loader)})
+        values = _merge(values, more)
     return build_recipe(values)
 
 
@@ -400,8 +402,8 @@ class _Loader(PlainLoader):
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if doubled := [key for key in keys if keys.count(key) > 1]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if doubled := [key for key, count in keys.items() if count > 1]:
             raise ValueError(f"line {node.start_mark.line + 1}: {shown(doubled[0])} is given twice")
         return super().construct_mapping(node, deep)
 

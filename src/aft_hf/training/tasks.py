@@ -3,6 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -106,6 +107,10 @@ class Task(ABC):
         """Return the `config_values` that are fields of the config class."""
         known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
         return {name: value for name, value in self.config_values.items() if name in known}
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the training data, which a resumed run compares."""
+        return self.train.fingerprint()
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -270,7 +275,7 @@ class ImagesTask(Task):
     def __init__(self, recipe: ImagesRecipe):
         # kornia takes seconds to import, and the other tasks do not need it.
         from ..data.classification import BatchAugmentation, TrainingImages
-        from ..data.images import ImagePipeline, class_numbers, trained_classes
+        from ..data.images import ImagePipeline, class_names, class_numbers, trained_classes
 
         super().__init__(recipe)
         data, augmentation = recipe.data, recipe.data.augmentation
@@ -290,6 +295,7 @@ class ImagesTask(Task):
             elif len(wanted) != len(names) or are_names(names):
                 raise ValueError(f"model.id2label: the data has the {len(names)} classes {shown(names)}; leave it out")
             names = wanted
+        self.order = "" if names == class_names(splits["train"], data.label_column) else f" {names}"
         numbers = {name: number for number, name in enumerate(names)}
         splits = hold_out(splits, VALIDATION_SHARE)
         self.config_values = {
@@ -324,6 +330,10 @@ class ImagesTask(Task):
         options = augmentation.model_dump(exclude={"crop_scale", "repetitions"})
         self.augment = BatchAugmentation(len(names), self.processor.image_mean, self.processor.image_std, **options)
         self.repetitions = augmentation.repetitions
+
+    def fingerprint(self) -> str:
+        # Of earlier versions, it had no classes: those of the data, in their order.
+        return super().fingerprint() + (self.order and sha256(self.order.encode()).hexdigest())
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
@@ -401,7 +411,7 @@ def build_samples(
     splits: DatasetDict, data: ImageRowsData, makers: Mapping[str, Maker], *columns: str
 ) -> tuple[RowSamples, dict[str, Dataset[Any]]]:
     """Return the training samples and those of the other splits, made by the maker of each split."""
-    rows = some_rows(splits, data, shuffled=len(columns) > 1)
+    rows = some_rows(splits, data, shuffled=hasattr(data, "label_column"))
     samples = {split: RowSamples(rows[split], makers[split], columns) for split in rows}
     return samples.pop("train"), {**samples}
 

@@ -157,8 +157,6 @@ def _classification(
             ignore_mismatched_sizes=trains,  # another number of classes gets a new classifier
             dtype="float32",
             attn_implementation=options.attn_implementation,
-            output_hidden_states=False,  # Trainer would collect them
-            return_dict=True,
             **hub,
         ),
         "train_dataset": datasets.get("train"),
@@ -354,7 +352,12 @@ class FineTuner(Trainer):
         return True
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
+        """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change.
+
+        Of the outputs, only the logits are collected.
+        """
+        left_out = options.get("ignore_keys") or getattr(self.model.config, "keys_to_ignore_at_inference", [])
+        options["ignore_keys"] = [*left_out, "hidden_states", "attentions"]
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
