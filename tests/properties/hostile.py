@@ -48,8 +48,8 @@ def arguments(reader: str, root: Path, directory: Path) -> list[str]:
     """Return the arguments of `aft-hf` for a command that reads `directory` and the data in `root`."""
     command, _, name = reader.partition(" ")
     if command == "evaluate":
-        data = ["text.txt"] if name == "text" else ["images"]
-        return ["evaluate", str(directory), str(root / data[0]), "--block-size", "8"]
+        data = [str(root / "text.txt"), "--block-size", "8"] if name == "text" else [str(root / "images")]
+        return ["evaluate", str(directory), *data]
     if command == "convert":
         return ["convert", str(directory), str(directory.parent / "out"), "--kernel-size", "3", "--num-heads", "2"]
     if command == "publish":

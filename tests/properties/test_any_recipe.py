@@ -26,7 +26,7 @@ def valid_recipes(draw) -> dict:
         "model": {"architecture": "aft", "hidden_size": 8} if draw(st.booleans()) else {"pretrained": "name"},
         "data": TASKS[task] | {"train": "file", "workers": draw(st.integers(0, 4))},
         "optimizer": {"learning_rate": draw(RATES), "betas": [0.9, draw(st.sampled_from([0.95, 0.999]))]},
-        "schedule": {"name": draw(st.sampled_from(["constant", "cosine"])), "warmup_steps": draw(st.integers(0, 9))},
+        "schedule": {"name": draw(st.sampled_from(["linear", "cosine"])), "warmup_steps": draw(st.integers(0, 9))},
         "global_batch_size": draw(COUNTS),
         "mixed_precision": draw(st.sampled_from(["no", "bf16", "fp16"])),
         "max_grad_norm": draw(st.none() | RATES),
