@@ -84,9 +84,10 @@ class Task(ABC):
             model, info = load(
                 self.auto_model, source, ignore_mismatched_sizes=True, output_loading_info=True, **values
             )
-            # What depends on the data may be new: embeddings, position biases and classifiers.
-            of_data = re.compile(r"embed|wte|wpe|position|head|classifier|score")
-            if wrong := sorted(name for name, *_ in info["mismatched_keys"] if not of_data.search(name)):
+            # Embeddings, position biases and classifiers depend on the data; the other weights of layers do not.
+            of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|classifier|head|score")
+            differing = sorted(name for name, *_ in info["mismatched_keys"])
+            if wrong := [name for name in differing if of_layer.search(name) and not of_data.search(name)]:
                 raise ValueError(
                     f"model.pretrained={source}: {wrong[0]} has another size there than by the other fields of model: "
                     "leave them out"
