@@ -56,8 +56,9 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     assert load_recipe(recipe, ["epochs=7"], smoke=True).steps is None
     # The sizes in the file describe another model; those beside `pretrained` are wanted.
     for order in (1, -1):
-        overrides = ["model.hidden_dropout_prob=0.2", "model.pretrained=somewhere"][::order]
-        assert load_recipe(recipe, overrides).model == {"hidden_dropout_prob": 0.2, "pretrained": "somewhere"}
+        for pretrained in ("model.pretrained=somewhere", "model={pretrained: somewhere}"):
+            overrides = ["model.hidden_dropout_prob=0.2", pretrained][::order]
+            assert load_recipe(recipe, overrides).model == {"hidden_dropout_prob": 0.2, "pretrained": "somewhere"}
     with pytest.raises(ValueError, match="give either epochs or steps"):
         load_recipe(recipe, ["epochs=null"])
 

@@ -117,6 +117,18 @@ def test_the_recipe_orders_the_classes_and_names_those_that_are_numbers(tmp_path
     task = TASKS["images"](build_recipe(values))
     assert task.config_values == fields
     assert [task.train[SampleKey(0, i)]["labels"].item() for i in range(3)] == rows["label"][:3]
+    for number in range(12):  # folders are sorted as text: 0, 1, 10, 11, 2
+        (tmp_path / "folders" / str(number)).mkdir(parents=True)
+        for i in range(2):
+            rows["image"][i].save(tmp_path / "folders" / str(number) / f"{i}.png")
+    names = [f"number {i}" for i in range(12)]
+    model = values["model"] | {"id2label": dict(enumerate(names))}
+    folders = values | {"data": {"image_size": 8} | paths(tmp_path / "folders"), "model": model}
+    task = TASKS["images"](build_recipe(folders))
+    of_folder = task.train.rows.features["label"].names
+    assert [task.train.make.numbers[of_folder.index(str(i))] for i in range(12)] == [*range(12)]
+    with pytest.raises(ValueError, match=r"model.id2label: must map each class number to its name"):
+        TASKS["images"](build_recipe(folders | {"model": model | {"id2label": {"zero": 0}}}))
 
 
 @pytest.mark.parametrize(

@@ -490,6 +490,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),
         (["--do_train", "--train", "{images}", "--augmentation", "flip"], "augmentation must be one of"),
         (["--do_train", "--train", "{images}", "--fp16"], "--fp16 needs a GPU"),
+        (["--do_eval", "--train", "{images}", "--validation_share", "0"], "there is no validation data"),
         (["--do_train", "--train", "{images}", "--distillation", "hard"], "--distillation needs --teacher"),
         (["--do_train", "--train", "{images}", "--output_dir", "{images}/out"], "lies in the data"),
     ],

@@ -71,13 +71,13 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     They are those of the dataset, as of `class_names`. A model with the same classes keeps their order, and one with
     as many keeps its names, with a warning, if the labels of the dataset are integers.
     """
-    names, found = class_names(dataset, column), dataset.unique(column)
-    if len(names) > 2 * len(found) and not isinstance(dataset.features[column], ClassLabel):  # they may be ids
+    names, feature = class_names(dataset, column), dataset.features[column]
+    are_integers = isinstance(feature, Value) and "int" in feature.dtype
+    if are_integers and len(names) > 2 * len(found := dataset.unique(column)):  # they may be ids
         logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {len(found)} occur")
     if sorted(names) == sorted(of_model):
         return [*of_model], [*of_model]
-    has_names = isinstance(dataset.features[column], ClassLabel) or names != [*map(str, range(len(names)))]
-    if has_names or len(names) != len(of_model) or not are_names(of_model):
+    if not are_integers or len(names) != len(of_model) or not are_names(of_model):
         return names, names
     _warn_of_numbers(names, of_model, "; the model keeps its names")
     return [*of_model], names

@@ -138,7 +138,7 @@ def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) 
     if len(of_splits) > 1:
         raise ValueError(
             f"{path}: its files are of several splits ({', '.join(map(str, sorted(of_splits.values())))}): give a "
-            "folder or file of one; for training, the folder can also be data.dataset (--dataset-name)"
+            "folder or file of one, or rename them; for training, the folder can be data.dataset (--dataset-name)"
         )
     try:
         if suffix in READERS:

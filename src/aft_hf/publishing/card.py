@@ -86,7 +86,8 @@ def build_card(
         raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
     name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
     terms = _license(directory, license, facts)
-    types, pictures = set(config.layer_aft_types), () if RESULTS in facts.outdated else PICTURES
+    types = set(config.layer_aft_types)
+    hidden = {"losses.png"} if RESULTS in facts.outdated else set()
     return ModelCard.from_template(
         _metadata(facts, name, task, terms),
         template_path=str(TEMPLATE),
@@ -107,7 +108,9 @@ def build_card(
         side=facts.pixel_side,
         size=" x ".join(map(str, pair(config.image_size))),
         conversion_file=REPORT_NAME,
-        pictures={file: PICTURES[file] for file in pictures if (directory / file).is_file()},
+        pictures={
+            file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden
+        },
         hub_link=_hub_link,
         data_of=lambda fact: _data(facts, fact),
         label=_label,

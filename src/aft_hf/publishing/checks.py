@@ -65,8 +65,8 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
     if README not in {**files, **new}:
         return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
     text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
-    advice = "" if README in new else "; delete it to have it generated"
-    return problems + [f"{README}: {problem}{advice}" for problem in card_problems(text, directory)]
+    found = [f"{README}: {problem}" for problem in card_problems(text, directory)]
+    return problems + found + ([f"delete {README} to have it generated"] if found and README not in new else [])
 
 
 # ------------------------------------------------------------------------------------------------------------- files

@@ -197,7 +197,7 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
         with suppress(PublishError):  # a file of another kind
             record = read_json(path, Evaluations, PublishError)
             if not _is_of(record, digest):
-                facts.outdated.append(path.name)
+                facts.outdated += [path.name] if len(record) > 1 else []
                 continue
             facts.results += [
                 Fact(metric, value, path.name, setting="" if setting == "as trained" else setting)

@@ -124,12 +124,12 @@ def publish(
                 f"{directory} to keep it, or delete it there"
             )
     stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
-    if stale:
-        console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
     added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
     with _explained(lambda: _outcome(api, repo_id, before)):
         message = f"Upload {directory.resolve().name}"
         commit = api.create_commit(repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha)
+    if stale:
+        console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
     with _explained(lambda: f"committed to {url}, but not verified; run the command again to verify it"):
         # For weights, the checksum is that which the Hub recorded at the upload, not of the bytes that it would send.
         found = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)

@@ -346,16 +346,18 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         values.pop("output_dir", None)
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
-    for override in sorted(overrides, key=lambda each: not each.startswith("model.pretrained=")):
+    given = []
+    for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
-        more = _merge({}, {key: parse_yaml(value, shortened(override), loader=_Loader)})
-        theirs, ours = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, more))
-        if "architecture" in theirs and "pretrained" in ours:
-            values["model"] = {}  # the fields in the file describe another model
+        given.append(_merge({}, {key: parse_yaml(value, shortened(override), loader=_Loader)}))
+    of_file, *others = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, *given))
+    if "architecture" in of_file and any(each.get("pretrained") for each in others):
+        values["model"] = {}  # the fields in the file describe another model
+    for more in given:
         values = _merge(values, more)
     return build_recipe(values)
 

@@ -28,7 +28,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
-from ..data.classes import are_names, model_classes, require_a_class
+from ..data.classes import are_names, by_number, model_classes, require_a_class
 from ..data.loading import (
     GENERATED,
     draw_images,
@@ -87,7 +87,8 @@ class Task(ABC):
             # Embeddings, position biases and classifiers depend on the data; the other weights of layers do not.
             of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|classifier|head|score")
             differing = sorted(name for name, *_ in info["mismatched_keys"])
-            if wrong := [name for name in differing if of_layer.search(name) and not of_data.search(name)]:
+            wrong = [name for name in differing if of_layer.search(name) and not of_data.search(name)]
+            if fields and wrong:
                 raise ValueError(
                     f"model.pretrained={source}: {wrong[0]} has another size there than by the other fields of model: "
                     "leave them out"
@@ -289,14 +290,19 @@ class ImagesTask(Task):
                     setattr(data, name, value if isinstance(value, list) else [value] * 3)
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
-        if isinstance(given := recipe.model.get("id2label"), dict):
-            wanted = [str(given[number]) for number in sorted(given, key=lambda number: int(str(number)))]
+        if given := recipe.model.get("id2label"):
+            with explained("model.id2label: must map each class number to its name"):
+                wanted = [str(given[number]) for number in sorted(given, key=lambda number: int(str(number)))]
             if sorted(wanted) == sorted(names):
                 labels = wanted if labels == names else labels
-            elif len(wanted) != len(names) or are_names(names):
-                raise ValueError(f"model.id2label: the data has the {len(names)} classes {shown(names)}; leave it out")
+            elif len(wanted) != len(labels) or are_names(labels) or "" in (numbered := by_number(labels, len(labels))):
+                raise ValueError(
+                    f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; leave it out"
+                )
+            else:
+                labels = numbered
             names = wanted
-        self.order = "" if names == class_names(splits["train"], data.label_column) else f" {names}"
+        self.order = "" if labels == class_names(splits["train"], data.label_column) else str(labels)
         numbers = {name: number for number, name in enumerate(names)}
         splits = hold_out(splits, VALIDATION_SHARE)
         self.config_values = {

@@ -95,10 +95,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
         splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
         if "train" not in splits and (arguments.do_train or "validation" not in splits):
             raise ValueError("there is no training data: give --train, or a dataset with a split named train")
-        parts = _classification(options, splits, config, hub, arguments.do_train)
-    if arguments.do_eval and parts["eval_dataset"] is None:
-        raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
-
+        parts = _classification(options, splits, config, hub, arguments)
     trainer = FineTuner(
         args=arguments,
         position_bias_scale=options.position_bias_scale,
@@ -124,15 +121,22 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
 
 
 def _classification(
-    options: SimpleNamespace, splits: DatasetDict, config: PreTrainedConfig, hub: dict[str, Any], trains: bool
+    options: SimpleNamespace,
+    splits: DatasetDict,
+    config: PreTrainedConfig,
+    hub: dict[str, Any],
+    arguments: TrainingArguments,
 ) -> dict[str, Any]:
     """An image classifier, with the classes of the data if it is trained, and the other options of its Trainer."""
     require_column(splits, options.image_column, "--image-column")
     require_column(splits, options.label_column, "--label-column")
-    names = labels = model_classes(config)
+    names, trains = model_classes(config), arguments.do_train
+    labels = names
     if trains:
         names, labels = trained_classes(splits["train"], options.label_column, names)
     splits = hold_out(splits, options.validation_share)
+    if arguments.do_eval and "validation" not in splits:
+        raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
     if not trains:
         splits.pop("train", None)
     splits = some_rows(splits, options, shuffled=True)
@@ -163,6 +167,7 @@ def _classification(
         "eval_dataset": datasets.get("validation"),
         "processing_class": processor,
         "augment": build_augmentation(options.augmentation, (height, width)),
+        "preprocess_logits_for_metrics": lambda logits, _: logits[0] if isinstance(logits, (tuple, list)) else logits,
         "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
     }
 
@@ -352,12 +357,7 @@ class FineTuner(Trainer):
         return True
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change.
-
-        Of the outputs, only the logits are collected.
-        """
-        left_out = options.get("ignore_keys") or getattr(self.model.config, "keys_to_ignore_at_inference", [])
-        options["ignore_keys"] = [*left_out, "hidden_states", "attentions"]
+        """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
