@@ -167,7 +167,7 @@ _CLAIMS = (
             _beats("shallow and wide", "pixels-wide", "pixels-transformer-wide", paper=(2.80, 2.88)),
             _beats("AFT-simple, Image Transformer", "pixels-simple", "pixels-image-transformer", paper=(2.89, 2.90)),
         ),
-        "AFT-local holds in both shapes. The paper's Image Transformer has 2-D attention, ours 1-D.",
+        "The paper's Image Transformer has 2-D attention, ours 1-D.",
     ),
     Claim(
         "8",
@@ -254,7 +254,7 @@ _CLAIMS = (
             *_faster_and_smaller("AFT-local-256, T 3072", "speed-pixels", 1.23, 0.42),
             *_faster_and_smaller("AFT-simple, T 3072", "speed-pixels-simple", 1.58, 0.31),
         ),
-        "The paper's Transformer computes attention without fusion on GPUs, our GPT-2 with fusion.",
+        "The paper's attention, on GPUs, is not fused; ours is.",
     ),
     Claim(
         "18",
@@ -271,7 +271,7 @@ _CLAIMS = (
             _control("AFT-simple, Linear Transformer", "characters-simple-wide", "characters-linear"),
             _control("AFT-simple, Performer", "characters-simple-wide", "characters-performer"),
         ),
-        "The first two have learned positions only, as AFT-simple.",
+        "The first two have learned positions only, as AFT-simple. The Reformer hardly learns in 2,000 steps.",
     ),
     Claim(
         "20",
