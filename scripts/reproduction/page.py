@@ -38,10 +38,10 @@ it; one without three seeds leaves it *incomplete*. Controls are ours and decide
 of a call, without weights) are exact;
 speeds, measured beside other processes, have a sign test over nine turns. Intervals, first learning rates and seeds
 were fixed before the confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the
-sampling error of the test sets (standard errors of at most {{errors}}).
+test sets' sampling error (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
-another seed. For {{edges}} (‡), the best rate is at the edge of the grid.
+another seed. For {{edges}} (‡), the best rate is at the grid's edge, or not that of the runs.
 The appendix has earlier runs (a quarter of the steps), which decide nothing.
 
 ```bash
@@ -51,7 +51,7 @@ nice python -m scripts.reproduction all --hours 10 \\
 python -m scripts.reproduction report
 ```
 
-`cifar10` holds `train.parquet` and `validation.parquet`. The last command writes this page and
+`cifar10` holds `train.parquet` and `validation.parquet`. `report` writes this page and
 [its records](reproduction.json).
 
 ## Claims

@@ -208,6 +208,8 @@ class Runner:
             values["schedule"]["warmup_steps"] //= share
         if self.smoke:
             changes |= SMOKE | ({"model.num_hidden_layers": 2} if "num_hidden_layers" in arm.model else {})
+            if isinstance(types := arm.model.get("aft_type"), list):
+                changes["model.aft_type"] = types[:2]
             values["schedule"]["warmup_steps"] = 1
         for key, value in changes.items():
             *parts, last = key.split(".")

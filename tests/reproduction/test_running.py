@@ -109,6 +109,11 @@ def test_the_grid_of_learning_rates_grows_until_the_best_is_inside_and_then_the_
     assert [each.seed for each in runner.left(["characters"], 3)] == [2]
 
 
+def test_every_arm_has_a_tiny_run(runner):
+    """`--smoke` with all claims begins with the identity of every run."""
+    assert len({runner.digest(Run(arm)) for arm in arms_of(["all"]) if ARMS[arm].data != "recall"}) > 50
+
+
 def test_a_finished_run_is_not_repeated_and_has_all_metrics(runner, tmp_path):
     run = Run("lengths-aft-alibi", 0, 1e-3)
     first = runner.run(run)
