@@ -25,7 +25,7 @@ from .arms import ARMS
 from .claims import ORDER, SECTIONS
 from .judging import SEEDS, Records
 from .page import write_page
-from .running import Run, Runner, read_records
+from .running import Run, Runner, read_records, share_cores
 
 
 # Data whose arms a GPU runs first: those that a CPU cannot train to convergence, then texts and associative recall.
@@ -149,11 +149,6 @@ def run_all(runner: Runner, arms: list[str], seeds: int, end: float, processes: 
     else:
         failed += [f"{arm} (no learning rate was chosen)" for arm in arms if not runner.has_rate(arm)]
     return failed
-
-
-def share_cores(processes: int) -> None:
-    """Give this process its share of the cores."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
 
 
 def arms_of(what: list[str]) -> list[str]:

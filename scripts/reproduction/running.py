@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from aft_hf.benchmarking import machine
@@ -257,6 +258,11 @@ class Runner:
             shutil.rmtree(path)
         losses = [[row["step"], round(row["loss"], 3)] for row in results["losses"]]
         return {"metrics": metrics, "losses": losses[:: max(1, len(losses) // 50)]}
+
+
+def share_cores(processes: int) -> None:
+    """Give this process its share of the cores. Processes of a pool do not import `__main__`, so it is not there."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
 
 
 def _config(fields: Any) -> dict[str, Any]:

@@ -146,7 +146,10 @@ def test_a_source_that_finetune_cannot_read_is_no_teacher_of_the_next_step(tmp_p
 def test_a_source_that_no_aft_can_follow_is_named(tmp_path, name, value):
     ViTForImageClassification(ViTConfig(**SIZES | {name: value})).save_pretrained(tmp_path / "vit")
     message = refusal(tmp_path / "vit")
-    assert message.startswith(f"{tmp_path / 'vit'}: cannot be converted (") and f"{name}={value}" in message
+    assert (
+        message.startswith(f"{tmp_path / 'vit'}: cannot be converted with these options (")
+        and f"{name}={value}" in message
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 4])

@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -234,6 +236,15 @@ def test_a_gpu_begins_with_images_to_convergence_then_texts_and_associative_reca
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks_for_spawned_processes")
+@pytest.mark.slow
+def test_the_command_runs_several_processes(tmp_path):
+    """In a process of its own: the processes of a pool do not import `__main__`."""
+    data = ["20", "--images", "generated", "--smoke", "--device", "cpu", "--seeds", "1", "--processes", "2"]
+    places = ["--out", tmp_path / "out", "--page", tmp_path / "page.md"]
+    subprocess.run([sys.executable, "-m", "scripts.reproduction", *data, *places], check=True)
+    assert [x["seed"] for x in read_records(tmp_path / "out/records.json") if x["arm"] == "full"] == [0]
+
+
 def test_several_processes_run_arms_at_once_are_interrupted_and_continue(tmp_path, capsys):
     """The dry run of the command for a GPU, on a CPU with tiny models."""
     what = ["10"]
