@@ -23,7 +23,7 @@ MOVES = re.compile(r"(?:\x1b\[A)+\Z|\r")  # of progress bars, on stderr: to the 
 
 
 def refuse_unused(context: typer.Context, needs: Mapping[str, str]) -> None:
-    """Raise a `ValueError` that names the given options that have no effect, of those in `needs`, and their need."""
+    """Raise a `ValueError` if an option was given that has no effect: `needs` maps such options to what they need."""
     sources = {name: context.get_parameter_source(name) for name in needs}
     if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
         raise ValueError(", ".join(f"--{name.replace('_', '-')} needs {needs[name]}" for name in given))

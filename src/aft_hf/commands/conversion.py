@@ -148,7 +148,7 @@ def convert_command(
 
 
 def _needs(types: list[str], distill: bool, init: str) -> dict[str, str]:
-    """Return what the options need that have no effect."""
+    """Return the options that have no effect, and what each of them needs."""
     needs = {} if distill else dict.fromkeys(OF_DISTILLATION, "--distill")
     if init == "paper":
         needs["num_images"] = "--init attention"

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
+from ..errors import explained
 from .classes import are_names, by_number
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
@@ -66,10 +67,10 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
 
 
 def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the classes of a model that is trained on a dataset, and the same in the names of the dataset.
+    """Return the class names of a model that is trained on a dataset, and the dataset's names of the same classes.
 
-    They are those of the dataset, as of `class_names`. A model with the same classes keeps their order, and one with
-    as many keeps its names, with a warning, if the labels of the dataset are integers.
+    Both are the names of the dataset (`class_names`). A model with the same classes keeps their order. A model with as
+    many classes keeps its names, with a warning, if the labels of the dataset are integers.
     """
     names, feature = class_names(dataset, column), dataset.features[column]
     are_integers = isinstance(feature, Value) and "int" in feature.dtype
@@ -81,6 +82,22 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
         return names, names
     _warn_of_numbers(names, of_model, "; the model keeps its names")
     return [*of_model], names
+
+
+def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[str]) -> tuple[list[str], list[str]]:
+    """Return the results of `trained_classes`, `names` and `labels`, after `id2label`, the names that a user gives.
+
+    The same names set the order. Other names are allowed for classes that are only numbers in the dataset; otherwise
+    a ValueError is raised.
+    """
+    with explained("model.id2label: must map each class number to its name"):
+        wanted = [str(id2label[number]) for number in sorted(id2label, key=lambda number: int(str(number)))]
+    if sorted(wanted) == sorted(names):
+        return wanted, wanted if labels == names else labels
+    numbered = [] if are_names(labels) else by_number(labels, len(labels))
+    if len(wanted) != len(numbered) or "" in numbered:
+        raise ValueError(f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; leave it out")
+    return wanted, numbered
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:

@@ -103,7 +103,7 @@ def token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def count_changed(texts: list[str], rows: list[list[int]], tokenizer: Any) -> int:
-    """Count the texts that their tokens do not give back."""
+    """Count the texts that differ from their decoded tokens."""
     size = sum(len(text.encode()) for text in texts)
     decode = partial(tokenizer.batch_decode, rows, clean_up_tokenization_spaces=False)
     return sum(a != b for a, b in zip(texts, limited(decode, tokenizer.name_or_path, size)))

@@ -141,7 +141,7 @@ def publish(
 
 
 def _is_by_hand(api: HfApi, repo_id: str, before: ModelInfo) -> bool:
-    """Return whether the card on the Hub has a text, and no program wrote it."""
+    """Return whether the card on the Hub has text beside its metadata that no program wrote."""
     with TemporaryDirectory() as aside:
         path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
         text = Path(path).read_text(encoding="utf-8", errors="replace")

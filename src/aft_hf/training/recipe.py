@@ -63,10 +63,10 @@ class Data(Section):
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
     workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
     max_train_samples: Count | None = Field(
-        None, description="Train on the first samples only (labeled images: drawn). null: on all."
+        None, description="Number of training samples: the first, or random labeled images. null: all."
     )
     max_eval_samples: Count | None = Field(
-        None, description="Evaluate the first samples only (labeled images: drawn). null: all."
+        None, description="Number of evaluated samples: the first, or random labeled images. null: all."
     )
 
 

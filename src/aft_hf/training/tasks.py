@@ -28,7 +28,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
-from ..data.classes import are_names, by_number, model_classes, require_a_class
+from ..data.classes import model_classes, require_a_class
 from ..data.loading import (
     GENERATED,
     draw_images,
@@ -46,7 +46,17 @@ from ..errors import explained
 from ..limits import limited
 from ..loading import load, read_image_processor
 from .metrics import accuracy_and_loss, code_length
-from .recipe import BytesData, BytesRecipe, Data, ImageRowsData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
+from .recipe import (
+    BytesData,
+    BytesRecipe,
+    Data,
+    ImageRowsData,
+    ImagesData,
+    ImagesRecipe,
+    PixelsRecipe,
+    Recipe,
+    TokensRecipe,
+)
 
 
 Batch = dict[str, torch.Tensor]
@@ -277,31 +287,18 @@ class ImagesTask(Task):
     def __init__(self, recipe: ImagesRecipe):
         # kornia takes seconds to import, and the other tasks do not need it.
         from ..data.classification import BatchAugmentation, TrainingImages
-        from ..data.images import ImagePipeline, class_names, class_numbers, trained_classes
+        from ..data.images import ImagePipeline, class_names, class_numbers, rename_classes, trained_classes
 
         super().__init__(recipe)
         data, augmentation = recipe.data, recipe.data.augmentation
         splits, of_model = read_rows(recipe), []
         if source := recipe.model.get("pretrained"):
-            of_model, own = model_classes(load(AutoConfig, source)), read_image_processor(source) or {}
-            for name in {"image_mean", "image_std"} - data.model_fields_set:
-                value = float(name == "image_std") if own.get("do_normalize") is False else own.get(name)
-                if value is not None:
-                    setattr(data, name, value if isinstance(value, list) else [value] * 3)
+            of_model = model_classes(load(AutoConfig, source))
+            keep_normalization(data, read_image_processor(source) or {})
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
         if given := recipe.model.get("id2label"):
-            with explained("model.id2label: must map each class number to its name"):
-                wanted = [str(given[number]) for number in sorted(given, key=lambda number: int(str(number)))]
-            if sorted(wanted) == sorted(names):
-                labels = wanted if labels == names else labels
-            elif len(wanted) != len(labels) or are_names(labels) or "" in (numbered := by_number(labels, len(labels))):
-                raise ValueError(
-                    f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; leave it out"
-                )
-            else:
-                labels = numbered
-            names = wanted
+            names, labels = rename_classes(given, names, labels)
         self.order = "" if labels == class_names(splits["train"], data.label_column) else str(labels)
         numbers = {name: number for number, name in enumerate(names)}
         splits = hold_out(splits, VALIDATION_SHARE)
@@ -339,7 +336,7 @@ class ImagesTask(Task):
         self.repetitions = augmentation.repetitions
 
     def fingerprint(self) -> str:
-        # Of earlier versions, it had no classes: those of the data, in their order.
+        # Classes in the order of the data are left out, as earlier versions did.
         return super().fingerprint() + (self.order and sha256(self.order.encode()).hexdigest())
 
     def build_model(self) -> PreTrainedModel:
@@ -412,6 +409,14 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
     require_train(splits, data)
     require_column(splits, data.image_column, "data.image_column")
     return splits
+
+
+def keep_normalization(data: ImagesData, processor: dict[str, Any]) -> None:
+    """Set the mean and the standard deviation that a recipe does not give to those of an image processor."""
+    for name in {"image_mean", "image_std"} - data.model_fields_set:
+        value = float(name == "image_std") if processor.get("do_normalize") is False else processor.get(name)
+        if value is not None:
+            setattr(data, name, value if isinstance(value, list) else [value] * 3)
 
 
 def build_samples(

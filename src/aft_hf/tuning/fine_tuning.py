@@ -236,7 +236,7 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
         with nullcontext() if checkpoint is None else data_only(checkpoint):
             metrics = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)).metrics
         trainer.save_model()
-        if trainer.is_world_process_zero():  # it is extended, and has the evaluation of earlier weights
+        if trainer.is_world_process_zero():  # Trainer extends this file, which may hold results of earlier weights
             Path(str(arguments.output_dir), ALL_RESULTS).unlink(missing_ok=True)
         trainer.save_state()
         trainer.log_metrics("train", metrics)
