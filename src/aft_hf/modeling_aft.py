@@ -615,7 +615,7 @@ class TextClassifier(AFTPreTrainedModel):
     def __init__(self, config: AFTConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        # The AutoModel of the generic heads does not know a config class loaded as remote code.
+        # The AutoModel of the generic heads does not know the config class of remote code.
         self.aft = AFTModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=self.score_bias)
         self.post_init()
@@ -712,12 +712,12 @@ class AFTBackbone(BackboneMixin, AFTModel):
 
 
 def entropy_for_loss(model: Any, labels: Tensor | None) -> Tensor | None:
-    """Return the entropy of the position biases, and warn once if the model trains without labels."""
-    entropy = model.aft.position_bias_entropy()
-    if labels is None and entropy is not None and entropy.requires_grad and model.training:
+    """Return the entropy of the position biases, and warn once if training does not add it to the loss."""
+    entropy, is_added = model.aft.position_bias_entropy(), labels is not None or hasattr(model, "adds_entropy")
+    if not is_added and entropy is not None and entropy.requires_grad and model.training:
         logger.warning_once(
             f"position_bias_entropy_weight={model.config.position_bias_entropy_weight} has no effect without labels: "
-            "add position_bias_entropy_weight * outputs.position_bias_entropy (Eq. 9) to a loss of your own"
+            "add this weight * outputs.position_bias_entropy (Eq. 9) to your loss"
         )
     return entropy
 
@@ -732,13 +732,13 @@ def share_of_step(
 ) -> Tensor:
     """Return the share of a batch in the loss of a step over several batches, with the weighted entropy (Eq. 9).
 
-    The shares add up to the mean over the targets of the step, labels other than -100. transformers has divided losses
-    of classes by their number; those of float labels are means over the batch. None: the step has only this batch.
+    The shares add up to the mean over the targets of the step, labels other than -100. transformers divides losses of
+    classes by their number; those of float labels are means of the batch. None: a step of one batch.
     """
     is_mean = problem_type in ("regression", "multi_label_classification")
     if entropy is None and not (is_mean and targets_of_step is not None):
         return loss
-    # On the device of the loss, since the layers of a model may lie on several.
+    # On the device of the loss: layers may lie on several.
     counts: Any = (targets, 1 if targets_of_step is None else targets_of_step)
     count, of_step = (x.to(loss.device) if isinstance(x, Tensor) else x for x in counts)
     share = 1.0 if targets_of_step is None else count / of_step

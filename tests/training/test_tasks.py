@@ -17,7 +17,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
-from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer
+from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer, modeling_aft
 from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.data.samples import SampleKey
@@ -56,9 +56,12 @@ def test_a_model_of_the_bytes_alone_is_trained_further_with_its_embeddings(tmp_p
     assert torch.equal(model.get_input_embeddings().weight, source.get_input_embeddings().weight)
 
 
-def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):
+def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images, monkeypatch):
     values = images_recipe(tmp_path, images, steps=40, evaluate_every=40, save_every=40, micro_batch_size=None)
+    told = []  # not that the entropy is missing from the loss
+    monkeypatch.setattr(modeling_aft.logger, "warning_once", told.append)
     results = run(values)
+    assert told == []
     assert results["metrics"]["validation"]["accuracy"] > 0.9
     model = AutoModelForImageClassification.from_pretrained(values["output_dir"])
     processor = AutoImageProcessor.from_pretrained(values["output_dir"])
@@ -70,6 +73,18 @@ def test_images_are_learned_augmented_and_read_by_workers(tmp_path, images):
     assert results["metrics"]["validation"]["accuracy"] == pytest.approx(accuracy)
     loss = F.cross_entropy(logits.double(), torch.tensor(rows["label"])).item()  # without label smoothing
     assert results["metrics"]["validation"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_loss_of_a_task_has_the_entropy_of_the_position_biases(tmp_path, images):
+    values = images_recipe(tmp_path, images, label_smoothing=0.0)
+    task, batch = TASKS["images"](build_recipe(values)), {"labels": torch.tensor([0, 1])}
+    batch["pixel_values"] = torch.rand(2, 3, 8, 8)
+    task.augment = lambda *given: given
+    model = task.build_model().eval()
+    entropy = model.aft.position_bias_entropy()
+    model.config.position_bias_entropy_weight = 0.5
+    expected = F.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"]) + 0.5 * entropy
+    torch.testing.assert_close(task.loss(model, batch), expected)
 
 
 def test_a_vit_trains_by_the_same_recipe_and_so_does_a_trained_model_of_another_size(tmp_path, images):

@@ -91,6 +91,7 @@ class Run(Training):
 
         torch.manual_seed(recipe.seed)
         model = task.build_model()
+        vars(model)["adds_entropy"] = True  # Task.loss does
         group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
