@@ -182,7 +182,7 @@ def test_results_of_earlier_weights_are_not_shown_as_those_of_the_present_ones(d
     assert "Training is not recorded here" in card.text and "| accuracy, 48 px | 0.1250 |" in card.text
     assert "datasets" not in card.data.to_dict()
     for name in ("results.json", "test.json"):
-        assert f"`{name}` is of other weights, so its numbers are not shown." in card.text
+        assert f"`{name}` names other weight files than those here, so its numbers are not shown." in card.text
     assert "losses.png" not in card.text
 
 

@@ -77,7 +77,9 @@ TRAINERS = "This model card has been generated automatically according to the in
         ("---\nlicense: mit\n---\n# My model\n\nThree pages.\n", True),
         ("Gr\xfc\xdfe", True),
         ("---\ntags:\n- generated_from_trainer\n---\n# Completed\n", True),
-        ("---\nlicense: mit\n---\n", False),
+        ("---\nlicense: mit\n---\n", True),
+        ("---\ndatasets: [mine]\n---\n", True),
+        ("---\ntags:\n- aft\n---\n", False),
         ("", False),
         (f"# outputs\n<!-- {TRAINERS} -->", False),
         ("# Model Card for Model ID\n", False),
@@ -88,7 +90,8 @@ def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, 
     commits = hub.repositories["me/tiny"].commits
     commits.append(commits[-1] | {"README.md": theirs.encode("latin-1")})
     if is_lost:
-        with pytest.raises(PublishError, match=r"written by hand.*download it into .*tiny.*nothing was committed"):
+        keep = "give --license" if theirs.endswith("mit\n---\n") else "download it into .*tiny"
+        with pytest.raises(PublishError, match=rf"not written by aft-hf.* lost; {keep}.*nothing was committed"):
             send()
         assert len(commits) == 3
         hub.fail("hf_hub_download", httpx2.ConnectError("reset"))

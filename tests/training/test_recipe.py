@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from runs import images_recipe
 
 from aft_hf.training.recipe import RECIPES as RECIPE_TASKS
 from aft_hf.training.recipe import build_recipe, explain_keys, load_recipe
@@ -59,8 +61,23 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         for pretrained in ("model.pretrained=somewhere", "model={pretrained: somewhere}"):
             overrides = ["model.hidden_dropout_prob=0.2", pretrained][::order]
             assert load_recipe(recipe, overrides).model == {"hidden_dropout_prob": 0.2, "pretrained": "somewhere"}
+    of_base, child = recipe.parent / "base.yaml", recipe.parent / "child.yaml"
+    of_base.write_text(MINIMAL.partition("smoke:")[0])
+    model = "model: {pretrained: somewhere, num_heads: 2}"
+    for more in (model, f"smoke: {{{model}}}"):
+        child.write_text(f"base: base.yaml\n{more}")
+        found = load_recipe(child, smoke=more != model).model
+        assert found == {"pretrained": "somewhere", "num_heads": 2}
     with pytest.raises(ValueError, match="give either epochs or steps"):
         load_recipe(recipe, ["epochs=null"])
+
+
+def test_a_printed_recipe_leaves_the_normalization_to_a_pretrained_model(tmp_path, images):
+    values = images_recipe(tmp_path, images)
+    pretrained, given = {"model": {"pretrained": "x"}}, {"data": values["data"] | {"image_std": [1.0, 1.0, 1.0]}}
+    for more, expected in (({}, (True, True)), (pretrained, (False, False)), (pretrained | given, (False, True))):
+        data = yaml.safe_load(build_recipe(values | more).to_yaml())["data"]
+        assert ("image_mean" in data, "image_std" in data) == expected
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,11 @@ def test_the_recipe_orders_the_classes_and_names_those_that_are_numbers(tmp_path
     task = TASKS["images"](build_recipe(folders))
     of_folder = task.train.rows.features["label"].names
     assert [task.train.make.numbers[of_folder.index(str(i))] for i in range(12)] == [*range(12)]
+    named = values["model"] | {"id2label": {"0": "ruby", "1": "ink", "2": "snow"}}  # dark, light, red
+    with CaptureLogger(logging.get_logger("aft_hf.data.images")) as log:
+        renamed = TASKS["images"](build_recipe(images_recipe(tmp_path, images) | {"model": named}))
+    assert renamed.config_values["label2id"] == {"ruby": 0, "ink": 1, "snow": 2}
+    assert "renames the classes: dark is ruby, light is ink, red is snow" in log.out
     with pytest.raises(ValueError, match=r"model.id2label: must map each class number to its name"):
         TASKS["images"](build_recipe(folders | {"model": model | {"id2label": {"zero": 0}}}))
 
@@ -198,6 +203,12 @@ def test_an_output_directory_in_the_data_is_refused(tmp_path, images, inside):
     values["data"] = values["data"] | paths(tmp_path / "data")
     with pytest.raises(ValueError, match="lies in the data"):
         run(values)
+
+
+def test_a_run_may_write_to_a_folder_named_like_generated_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(bytes_recipe(tmp_path, output_dir="generated", data={"train": "generated", "seq_len": 16}, steps=1))
+    TASKS["bytes"](build_recipe(bytes_recipe(tmp_path, output_dir="generated/a", data={"train": "generated"})))
 
 
 def test_a_bidirectional_model_is_trained_as_a_decoder(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
-from ..errors import explained
+from ..errors import explained, shortened
 from .classes import are_names, by_number
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
@@ -87,17 +87,24 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
 def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[str]) -> tuple[list[str], list[str]]:
     """Return the results of `trained_classes`, `names` and `labels`, after `id2label`, the names that a user gives.
 
-    The same names set the order. Other names are allowed for classes that are only numbers in the dataset; otherwise
-    a ValueError is raised.
+    The same names set the order. Other names replace those of the dataset in its order, with a warning unless its
+    classes are only the numbers 0, 1, ... A ValueError is raised if names are missing, doubled, or partly the same.
     """
     with explained("model.id2label: must map each class number to its name"):
         wanted = [str(id2label[number]) for number in sorted(id2label, key=lambda number: int(str(number)))]
     if sorted(wanted) == sorted(names):
         return wanted, wanted if labels == names else labels
-    numbered = [] if are_names(labels) else by_number(labels, len(labels))
-    if len(wanted) != len(numbered) or "" in numbered:
-        raise ValueError(f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; leave it out")
-    return wanted, numbered
+    numbered = [] if are_names(labels) else by_number(labels, MOST_LABELS)
+    ordered = [label for label in numbered if label] or labels
+    if len({*wanted}) != len(wanted) or len(wanted) != len(ordered) or (not numbered and {*wanted} & {*labels}):
+        raise ValueError(
+            f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; give a name for each, or leave "
+            "it out"
+        )
+    if ordered != numbered[: len(ordered)]:
+        renamed = ", ".join(f"{label} is {name}" for label, name in zip(ordered, wanted))
+        logger.warning(f"model.id2label renames the classes: {shortened(renamed)}")
+    return wanted, ordered
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:
@@ -106,13 +113,15 @@ def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dic
     Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
     ValueError is raised if the data has classes that the model does not have.
     """
-    given = class_names(dataset, column)
-    if set(given) <= set(of_model):
+    given, feature = class_names(dataset, column), dataset.features[column]
+    declared = isinstance(feature, ClassLabel)  # also classes that do not occur
+    occurring = {given[label] for label in dataset.unique(column) if label in range(len(given))} if declared else given
+    if not (unknown := sorted({*occurring} - {*of_model})):
         return class_numbers(dataset, column, of_model)
     if are_names(given) and are_names(of_model):
         raise ValueError(
-            f"{_both(given, of_model)}; give data with the model's classes, or, if only the names differ, set "
-            "id2label of the model to those of the data"
+            f"the data has classes that are not among the {len(of_model)} of the model: {shown(unknown)}; give data "
+            f"with the model's classes ({shown(of_model)}) or, if only the names differ, set id2label of the model"
         )
     if len(given) > len(of_model):
         raise ValueError(_both(given, of_model))

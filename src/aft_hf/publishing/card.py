@@ -128,7 +128,7 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
     if is_generated(written):
         return str(build_card(directory, repo_id=repo_id, license=license))
     if license is not None:
-        raise PublishError(f"{README}: is not generated, so it stays as it is; write the license into it")
+        raise PublishError(f"{README}: was not written by aft-hf, so it stays as it is; write the license into it")
     return None
 
 

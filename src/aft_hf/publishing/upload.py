@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME
 from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import described, shortened
-from ..reading import read_text
+from ..reading import parse_header, read_text
 from .card import NO_LICENSE, README, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
@@ -118,10 +118,11 @@ def publish(
         if private and not before.private:
             raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
         there = {file.rfilename for file in before.siblings or ()}
-        if README in there and is_generated(text) and _is_by_hand(api, repo_id, before):
+        if README in there and is_generated(text) and (lost := _lost(api, repo_id, before, text)):
+            keep = "give --license" if lost.startswith("license") else f"download it into {directory} to keep it"
             raise PublishError(
-                f"{repo_id}: the card on the Hub, {README}, was written by hand and would be lost; download it into "
-                f"{directory} to keep it, or delete it there"
+                f"{repo_id}: the card on the Hub, {README}, was not written by aft-hf, and its {lost} would be lost; "
+                f"{keep}, or delete it there"
             )
     stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
     added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
@@ -140,12 +141,21 @@ def publish(
     return Publication(url, commit.oid, list(files))
 
 
-def _is_by_hand(api: HfApi, repo_id: str, before: ModelInfo) -> bool:
-    """Return whether the card on the Hub has text beside its metadata that no program wrote."""
+def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
+    """Return what of the card on the Hub a new card would lose: "text", "license: mit", ..., or nothing."""
     with TemporaryDirectory() as aside:
         path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-    return not is_generated(text) and bool(REGEX_YAML_BLOCK.sub("", text).strip())
+    if is_generated(text):
+        return ""
+    if REGEX_YAML_BLOCK.sub("", text).strip():
+        return "text"
+    kept = ModelCard(new).data.to_dict()
+    for name, value in parse_header(text, f"{README} of {repo_id}").items():
+        there, here = (each if isinstance(each, list) else [each] for each in (value, kept.get(name)))
+        if any(each not in here for each in there):
+            return shortened(f"{name}: {value}")
+    return ""
 
 
 def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:

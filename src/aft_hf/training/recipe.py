@@ -28,6 +28,9 @@ ALTERNATIVES = (
     ("dataset", "train"),
 )
 
+# The fields of `data` that `model.pretrained` has values of its own for.
+NORMALIZATION = {"image_mean", "image_std"}
+
 # Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
@@ -260,7 +263,11 @@ class Recipe(Section, Generic[DataType]):
         return size, self.global_batch_size // (processes * size)
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
+        values = self.model_dump()
+        if "pretrained" in self.model:  # without the defaults that its own normalization replaces
+            for name in NORMALIZATION - self.data.model_fields_set:
+                values["data"].pop(name, None)
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 BytesRecipe = Recipe[BytesData]
@@ -346,20 +353,15 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         values.pop("output_dir", None)
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
-    given = []
+    given: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
-        given.append(_merge({}, {key: parse_yaml(value, shortened(override), loader=_Loader)}))
-    of_file, *others = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, *given))
-    if "architecture" in of_file and any(each.get("pretrained") for each in others):
-        values["model"] = {}  # the fields in the file describe another model
-    for more in given:
-        values = _merge(values, more)
-    return build_recipe(values)
+        given = _merge(given, {key: parse_yaml(value, shortened(override), loader=_Loader)})
+    return build_recipe(_merge(values, given))
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -423,6 +425,8 @@ for _class in (_Loader, _Dumper):
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
+    if more.get("pretrained") and "architecture" in merged and "architecture" not in more:
+        merged = {}  # the fields of another model
     for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
         if more.get(one) is not None and other not in more:
             merged.pop(other, None)

@@ -47,6 +47,7 @@ from ..limits import limited
 from ..loading import load, read_image_processor
 from .metrics import accuracy_and_loss, code_length
 from .recipe import (
+    NORMALIZATION,
     BytesData,
     BytesRecipe,
     Data,
@@ -95,7 +96,7 @@ class Task(ABC):
                 self.auto_model, source, ignore_mismatched_sizes=True, output_loading_info=True, **values
             )
             # Embeddings, position biases and classifiers depend on the data; the other weights of layers do not.
-            of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|classifier|head|score")
+            of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|attention_bias|classifier|head|score")
             differing = sorted(name for name, *_ in info["mismatched_keys"])
             wrong = [name for name in differing if of_layer.search(name) and not of_data.search(name)]
             if fields and wrong:
@@ -413,7 +414,7 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
 
 def keep_normalization(data: ImagesData, processor: dict[str, Any]) -> None:
     """Set the mean and the standard deviation that a recipe does not give to those of an image processor."""
-    for name in {"image_mean", "image_std"} - data.model_fields_set:
+    for name in NORMALIZATION - data.model_fields_set:
         value = float(name == "image_std") if processor.get("do_normalize") is False else processor.get(name)
         if value is not None:
             setattr(data, name, value if isinstance(value, list) else [value] * 3)
