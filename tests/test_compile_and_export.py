@@ -160,7 +160,7 @@ def image_inputs(aft_type):
 
 OVERLAPPING = {"patch_size": 7, "patch_stride": 4}
 IMAGE_MODELS = [pytest.param(name, {}, marks=pytest.mark.slow) for name in ("local", "simple", "conv")]
-IMAGE_MODELS += [("full", {}), ("conv", OVERLAPPING)]
+IMAGE_MODELS += [("full", {}), ("conv", OVERLAPPING), ("conv", {"global_connectivity": False})]
 
 
 @pytest.mark.parametrize(("aft_type", "options"), IMAGE_MODELS)

@@ -167,7 +167,7 @@ class Window(Dense):
     def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor:
         reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
         start = start.view(-1, 1, 1) if isinstance(start, Tensor) else start
-        # Not for a single token, and without chunks in an exported program, since their number depends on the length.
+        # Not for one token, nor in an exported program, where the number of chunks is not known.
         if length == 1 or torch.compiler.is_exporting():
             queries = torch.arange(length, device=self.device).view(1, -1, 1) + start
             return super().between(queries, queries + torch.arange(-reach, 1, device=self.device)).squeeze(-2)
@@ -235,9 +235,10 @@ class GridKernel(PositionBias):
         return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
 
     def dense(self, length: int) -> Tensor:
+        if torch.compiler.is_exporting():  # any grid
+            return super().dense(length)
         rows, columns = self.grid_size
-        # Offsets are first ordered by the columns of query and key, with all key rows concatenated. The entries of a
-        # query are then a contiguous window, so long runs are copied.
+        # Ordered by columns of query and key first, the entries of a query are a window, copied in long runs.
         by_column = self.by_offset().unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
         windows = [by_column[..., row * columns :][..., :length] for row in reversed(range(rows))]
         return torch.stack(windows, 1).flatten(1, 2)
