@@ -10,6 +10,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from aft_hf.data.classification import OPERATIONS, BatchAugmentation, RandAugment, TrainingImages, crop_box
 from aft_hf.data.samples import SampleKey
+from aft_hf.training.recipe import Augmentation
 
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
@@ -51,13 +52,13 @@ def test_training_images_are_bytes_with_the_number_of_their_class():
 
 
 def test_without_augmentation_pixels_are_normalized_and_labels_one_hot(batch):
-    pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False)(*batch)
+    pixels, targets = BatchAugmentation(5, MEAN, STD, Augmentation(flip=False))(*batch)
     torch.testing.assert_close(pixels, normalized(batch[0]), rtol=1e-5, atol=1e-5)
     assert torch.equal(targets, torch.eye(5)[batch[1]])
 
 
 def test_half_of_the_images_are_flipped(batch):
-    pixels, _ = BatchAugmentation(5, MEAN, STD)(*batch)
+    pixels, _ = BatchAugmentation(5, MEAN, STD, Augmentation())(*batch)
     plain = normalized(batch[0])
     same = (pixels - plain).abs().amax((1, 2, 3)) < 1e-4
     flipped = (pixels - plain.flip(3)).abs().amax((1, 2, 3)) < 1e-4
@@ -68,7 +69,7 @@ def test_mixup_adds_pixels_as_it_adds_targets(batch):
     shares = set()
     for seed in range(5):
         torch.manual_seed(seed)
-        pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False, mixup=0.8)(*batch)
+        pixels, targets = BatchAugmentation(5, MEAN, STD, Augmentation(flip=False, mixup=0.8))(*batch)
         plain, one_hot = normalized(batch[0]), torch.eye(5)[batch[1]]
         share = targets[1, 1].item()  # images 1 and 14, of classes 1 and 4, are mixed
         torch.testing.assert_close(pixels, share * plain + (1 - share) * plain.flip(0), rtol=1e-4, atol=1e-4)
@@ -80,7 +81,7 @@ def test_mixup_adds_pixels_as_it_adds_targets(batch):
 def test_cutmix_gives_each_image_the_share_of_its_pixels_in_the_target(batch):
     for seed in range(10):
         torch.manual_seed(seed)
-        pixels, targets = BatchAugmentation(5, MEAN, STD, flip=False, cutmix=1.0)(*batch)
+        pixels, targets = BatchAugmentation(5, MEAN, STD, Augmentation(flip=False, cutmix=1.0))(*batch)
         plain = normalized(batch[0])
         own = ((pixels - plain).abs() < 1e-4).all(1)  # (B, H, W)
         other = ((pixels - plain.flip(0)).abs() < 1e-4).all(1)
@@ -91,7 +92,7 @@ def test_cutmix_gives_each_image_the_share_of_its_pixels_in_the_target(batch):
 
 def test_erasing_makes_a_part_of_each_image_noise(batch):
     grey = torch.full((16, 3, 32, 32), 128, dtype=torch.uint8)
-    pixels, _ = BatchAugmentation(5, MEAN, STD, flip=False, erasing=1.0)(grey, batch[1])
+    pixels, _ = BatchAugmentation(5, MEAN, STD, Augmentation(flip=False, erasing=1.0))(grey, batch[1])
     plain = normalized(grey)
     erased = (pixels - plain).abs() > 1e-4
     assert (erased.all(1) == erased.any(1)).all()  # all channels at once

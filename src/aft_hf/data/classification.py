@@ -65,28 +65,17 @@ class BatchAugmentation(nn.Module):
 
     The input is (B, 3, H, W) images in uint8 and (B,) labels. The output is pixel values, normalized as by the model's
     image processor with `mean` and `std` for values in [0, 1], and (B, num_classes) targets. Random numbers come from
-    PyTorch's global generators. The other arguments are the keys of `data.augmentation` in a recipe.
+    PyTorch's global generators. `options` are `data.augmentation` of a recipe.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        mean: list[float],
-        std: list[float],
-        *,
-        flip: bool = True,
-        rand_augment_operations: int = 0,
-        rand_augment_magnitude: float = 9.0,
-        rand_augment_noise: float = 0.0,
-        erasing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-    ):
+    def __init__(self, num_classes: int, mean: list[float], std: list[float], options: Any):
         super().__init__()
-        self.num_classes, self.mixup, self.cutmix = num_classes, mixup, cutmix
-        self.flip = augmentation.RandomHorizontalFlip() if flip else nn.Identity()
-        self.rand_augment = RandAugment(rand_augment_operations, rand_augment_magnitude, rand_augment_noise, mean)
+        self.num_classes, self.mixup, self.cutmix = num_classes, options.mixup, options.cutmix
+        self.flip = augmentation.RandomHorizontalFlip() if options.flip else nn.Identity()
+        magnitude, noise = options.rand_augment_magnitude, options.rand_augment_noise
+        self.rand_augment = RandAugment(options.rand_augment_operations, magnitude, noise, mean)
         self.normalize = augmentation.Normalize(torch.tensor(mean), torch.tensor(std))
+        erasing = options.erasing
         self.erase = augmentation.RandomErasing(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), p=erasing) if erasing else None
 
     @torch.no_grad()
@@ -96,34 +85,24 @@ class BatchAugmentation(nn.Module):
             # kornia erases to a constant: an erased image of ones is the mask for the noise.
             pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))
         targets = F.one_hot(labels, self.num_classes).to(pixels.dtype)
-        return mix_batch(pixels, targets, mixup=self.mixup, cutmix=self.cutmix)
-
-
-def mix_batch(
-    pixels: torch.Tensor, targets: torch.Tensor, *, mixup: float = 0.0, cutmix: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mix (B, channels, height, width) images and (B, classes) targets with the reversed batch.
-
-    `mixup` (Zhang et al. 2018) and `cutmix` (Yun et al. 2019) are the alpha of their Beta distributions, 0 to switch
-    them off. With both, one of them is drawn with probability 1/2.
-    """
-    cut = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 0.5)
-    alpha = cutmix if cut else mixup
-    if alpha == 0:
-        return pixels, targets
-    # kornia's mixup draws the share uniformly, not from Beta(alpha, alpha).
-    share = torch.distributions.Beta(alpha, alpha).sample().item()
-    other = pixels.flip(0)
-    if cut:
-        height, width = pixels.shape[2:]
-        top, bottom = _random_range(height, math.sqrt(1 - share))
-        left, right = _random_range(width, math.sqrt(1 - share))
-        pixels = pixels.clone()
-        pixels[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
-        share = 1 - (bottom - top) * (right - left) / (height * width)
-    else:
-        pixels = share * pixels + (1 - share) * other
-    return pixels, share * targets + (1 - share) * targets.flip(0)
+        # Mix with the reversed batch, by mixup (Zhang et al. 2018), CutMix (Yun et al. 2019) or one of them at random.
+        cut = self.cutmix > 0 and (self.mixup == 0 or torch.rand(()).item() < 0.5)
+        alpha = self.cutmix if cut else self.mixup
+        if alpha == 0:
+            return pixels, targets
+        # kornia's mixup draws the share uniformly, not from Beta(alpha, alpha).
+        share = torch.distributions.Beta(alpha, alpha).sample().item()
+        other = pixels.flip(0)
+        if cut:
+            height, width = pixels.shape[2:]
+            top, bottom = _random_range(height, math.sqrt(1 - share))
+            left, right = _random_range(width, math.sqrt(1 - share))
+            pixels = pixels.clone()
+            pixels[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
+            share = 1 - (bottom - top) * (right - left) / (height * width)
+        else:
+            pixels = share * pixels + (1 - share) * other
+        return pixels, share * targets + (1 - share) * targets.flip(0)
 
 
 def _random_range(length: int, share: float) -> tuple[int, int]:

@@ -332,8 +332,7 @@ class ImagesTask(Task):
             else:
                 makers[split] = ImagePipeline(self.processor, **options)
         self.train, self.evaluated = build_samples(splits, data, makers, data.image_column, data.label_column)
-        options = augmentation.model_dump(exclude={"crop_scale", "repetitions"})
-        self.augment = BatchAugmentation(len(names), self.processor.image_mean, self.processor.image_std, **options)
+        self.augment = BatchAugmentation(len(names), data.image_mean, data.image_std, augmentation)
         self.repetitions = augmentation.repetitions
 
     def fingerprint(self) -> str:
