@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -138,10 +139,12 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
     return {"train": (0, first), "validation": (first, second), "test": (second, size)}
 
 
+@dataclass(eq=False)
 class Windows(Dataset[dict[str, torch.Tensor]]):
     """Dataset of the windows of a file: `input_ids`, and the next tokens as `labels`, (seq_len,) each.
 
-    A token is a byte, or with another `dtype` a number in the file.
+    A token is a byte, or with another `dtype` a number in the file. A ValueError is raised if the span is too short
+    for a single window, or the stride is not in 1 .. seq_len.
 
     For evaluation (no seed), the windows predict every token of the span except the first exactly once. Labels are
     -100 where an earlier window predicts the token, and where the last window extends beyond the span.
@@ -149,53 +152,36 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
     Each access maps its window into memory and releases it at once: memory use does not grow with the file, and
     nothing is copied into worker processes.
-
-    Args:
-        path: the file.
-        span: first token and end of the part to use. Default: the whole file.
-        seq_len: T, the number of predicted tokens per window.
-        stride: number of tokens from one window to the next in evaluation. If it is less than `seq_len`, the first
-            `seq_len - stride` tokens of a window are only context. Default: `seq_len`.
-        seed: seed of the offsets in training; the dataset is then indexed by `SampleKey`.
-        limit: the number of windows to use, the first ones. Default: all.
-        dtype: type of the tokens in the file.
-
-    Raises:
-        ValueError: the span is too short for a single window, or the stride is not in 1 .. seq_len.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        span: tuple[int, int] | None = None,
-        *,
-        seq_len: int,
-        stride: int | None = None,
-        seed: int | None = None,
-        limit: int | None = None,
-        dtype: str = "uint8",
-    ):
-        self.path, self.seq_len, self.seed, self.limit, self.dtype = str(path), seq_len, seed, limit, np.dtype(dtype)
-        self.start, self.stop = (0, os.path.getsize(path) // self.dtype.itemsize) if span is None else span
-        self.stride = seq_len if stride is None else stride
-        if not 0 < self.stride <= seq_len:
-            raise ValueError(f"the stride of windows of {seq_len} tokens must be in 1 .. {seq_len}, got {stride}")
+    path: str | Path
+    span: tuple[int, int] | None = None  # first token and end of the part to use; None: the whole file
+    _: KW_ONLY
+    seq_len: int  # T, the number of predicted tokens per window
+    # Tokens from one window to the next in evaluation; None: `seq_len`. The others of a window are only context.
+    stride: int | None = None
+    seed: int | None = None  # of the offsets in training; the dataset is then indexed by `SampleKey`
+    limit: int | None = None  # the number of windows to use, the first ones; None: all
+    dtype: str = "uint8"  # of the tokens in the file
+
+    def __post_init__(self) -> None:
+        self.size, length = np.dtype(self.dtype).itemsize, self.seq_len  # bytes of a token, tokens of a window
+        self.start, self.stop = self.span or (0, os.path.getsize(self.path) // self.size)
+        self.step = length if self.stride is None else self.stride
+        if not 0 < self.step <= length:
+            raise ValueError(f"the stride of windows of {length} tokens must be in 1 .. {length}, got {self.step}")
         self.predicted = self.stop - self.start - 1  # all but the first token
-        needed = 1 if seed is None else seq_len
-        if self.predicted < needed:
-            unit = "bytes" if dtype == "uint8" else "tokens"
-            raise ValueError(
-                f"{path}: {self.stop - self.start} {unit} are too few for windows of seq_len={seq_len} {unit}"
-            )
-        if seed is None:
-            self.windows = 1 + max(0, -(-(self.predicted - seq_len) // self.stride))
+        if self.predicted < (1 if self.seed is None else length):
+            count, unit = self.stop - self.start, "bytes" if self.dtype == "uint8" else "tokens"
+            raise ValueError(f"{self.path}: {count} {unit} are too few for windows of seq_len={length} {unit}")
+        if self.seed is None:
+            self.windows = 1 + max(0, -(-(self.predicted - length) // self.step))
         else:
-            self.windows = max(1, (self.predicted - seq_len + 1) // seq_len)  # leaves room for the offset
+            self.windows = max(1, (self.predicted - length + 1) // length)  # leaves room for the offset
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bytes of the tokens."""
-        size = self.dtype.itemsize
-        return sum_file(self.path, (self.start * size, self.stop * size))
+        return sum_file(self.path, (self.start * self.size, self.stop * self.size))
 
     def __len__(self) -> int:
         return self.windows if self.limit is None else min(self.windows, self.limit)
@@ -203,7 +189,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
         if self.seed is None:
             number = cast(int, key)
-            return self._window(self.start + number * self.stride, self.seq_len - self.stride if number else 0)
+            return self._window(self.start + number * self.step, self.seq_len - self.step if number else 0)
         key = cast(SampleKey, key)
         slack = min(self.seq_len, self.predicted - self.windows * self.seq_len + 1)
         offset = int(np.random.default_rng((self.seed, key.epoch)).integers(slack))
@@ -211,7 +197,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
     def _window(self, start: int, context: int) -> dict[str, torch.Tensor]:
         """Return the window that begins at token `start`. Its first `context` labels do not count."""
-        length, offset = min(self.seq_len + 1, self.stop - start), start * self.dtype.itemsize
+        length, offset = min(self.seq_len + 1, self.stop - start), start * self.size
         values = np.memmap(self.path, dtype=self.dtype, mode="r", offset=offset, shape=(length,)).astype(np.int64)
         input_ids, labels = torch.zeros(self.seq_len, dtype=torch.long), torch.full((self.seq_len,), IGNORED)
         input_ids[: length - 1] = torch.from_numpy(values[:-1])
