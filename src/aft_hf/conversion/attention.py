@@ -23,7 +23,7 @@ from torch import nn
 
 from ..analysis.maps import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
-from ..data.image_size import processor_for
+from ..data.image_size import resized_processor
 from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTForImageClassification
 from .images import pixel_batches
@@ -52,7 +52,7 @@ def fit_to_attention(
 
     for i, layer in enumerate(teacher.base_model.layers):
         layer.attention.q_proj.register_forward_hook(lambda module, inputs, output, i=i: add(i, output))
-    batches = pixel_batches(images, processor_for(source.image_processor, pair(source.config.image_size)))
+    batches = pixel_batches(images, resized_processor(source.image_processor, pair(source.config.image_size)))
     maps, num_images = mean_attention(teacher, batches)
     fitted = {}
     for i, (layer, attention) in enumerate(zip(model.aft.layers, maps)):
@@ -61,7 +61,12 @@ def fit_to_attention(
             continue
         weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size).double()
         bias = conv_bias(torch.einsum("ij,jts->its", weights, attention.double()), source.grid_size, mixer.window)
-        values = as_reparameterized(bias, mixer.position_bias_multiplier)
+        # Kernel, gamma and beta for which Eq. 8 gives w. They undo the standardization of the kernel, for which
+        # `AFTConv` adds 1e-12 / multiplier^2 to the variance.
+        multiplier = mixer.position_bias_multiplier
+        kernel = bias / multiplier
+        variance, mean = torch.var_mean(kernel.flatten(1), -1, correction=0)
+        values = {"kernel": kernel, "kernel_scale": (variance + 1e-12 / multiplier**2).sqrt(), "kernel_shift": mean}
         # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
         query = (queries[i] / num_images).unflatten(0, (len(attention), -1))
         key = teacher.base_model.layers[i].attention.k_proj.weight.double().unflatten(0, query.shape)
@@ -108,14 +113,3 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
 
 def _log(x: torch.Tensor) -> torch.Tensor:
     return x.clamp_min(torch.finfo(x.dtype).tiny).log()
-
-
-def as_reparameterized(bias: torch.Tensor, multiplier: float) -> dict[str, torch.Tensor]:
-    """Return kernel, gamma and beta for which Eq. 8 times the multiplier gives w.
-
-    With m = `multiplier`, kernel w / m, gamma = std(w / m) and beta = mean(w / m) undo the standardization, for which
-    `AFTConv` adds 1e-12 / m^2 to the variance. w is (h, s, s).
-    """
-    kernel = bias / multiplier
-    variance, mean = torch.var_mean(kernel.flatten(1), -1, correction=0)
-    return {"kernel": kernel, "kernel_scale": (variance + 1e-12 / multiplier**2).sqrt(), "kernel_shift": mean}

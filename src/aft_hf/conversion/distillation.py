@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_aft import pair
 from ..data.classes import require_a_class, teacher_classes
-from ..data.image_size import pixel_values, processor_for
+from ..data.image_size import pixel_values, resized_processor
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
 from ..errors import explain
@@ -214,7 +214,7 @@ class _Run(Training):
             process=accelerator.process_index,
             processes=accelerator.num_processes,
         )
-        processor = processor_for(source.image_processor, self.size)
+        processor = resized_processor(source.image_processor, self.size)
         self.batches = (pixel_values(processor, [images[key.index] for key in keys]) for keys in batches)
         self.progress = self._progress()
         self.reported = 100 * self.progress

@@ -14,7 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
-from ..data.image_size import processor_for
+from ..data.image_size import resized_processor
 from ..errors import described, explained
 from ..loading import MARKER, load, read_license
 from ..modeling_aft import AFTForImageClassification
@@ -109,7 +109,7 @@ def _convert(
         report.options["source_license"] = terms
     # The config keeps these, so that they follow the model through any later training.
     model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
-    return model, processor_for(source.image_processor, pair(model.config.image_size)), report
+    return model, resized_processor(source.image_processor, pair(model.config.image_size)), report
 
 
 def _write(

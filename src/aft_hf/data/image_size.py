@@ -30,15 +30,3 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
     else:
         resized.size = {"height": height, "width": width}
     return resized
-
-
-def processor_for(processor: BaseImageProcessor, size: tuple[int, int]) -> BaseImageProcessor:
-    """Return the image processor if its images have `size`, (height, width) in pixels, else a resized copy."""
-    return processor if produces_size(processor, size) else resized_processor(processor, size)
-
-
-def produces_size(processor: BaseImageProcessor, size: tuple[int, int]) -> bool:
-    """Return whether the images of an image processor have `size`, (height, width) in pixels."""
-    declared: Any = processor
-    made = dict(declared.crop_size if getattr(processor, "do_center_crop", False) else declared.size)
-    return made == {"height": size[0], "width": size[1]}

@@ -33,7 +33,7 @@ from ..console import plain_console, refuse_unused
 from ..conversion.resizing import adapt_to_image_size
 from ..conversion.source import load_image_processor
 from ..data.classes import model_classes, require_a_class
-from ..data.image_size import produces_size, resized_processor
+from ..data.image_size import resized_processor
 from ..data.images import ImagePipeline, match_classes
 from ..data.loading import load_local, require_column
 from ..data.samples import RowSamples
@@ -75,17 +75,10 @@ def evaluate(options: SimpleNamespace) -> None:
             processor = load_image_processor(source, config)
             for option, column in columns.items():
                 require_column(DatasetDict(given=dataset), column, f"--{option.replace('_', '-')}")
+            given = {name: vars(options)[name] for name in ("stretch_kernels", "enlarge_patches", "batch_size")}
             for side in options.image_size or [None]:
-                results["as trained" if side is None else f"{side} px"] = evaluate_classifier(
-                    model,
-                    processor,
-                    dataset,
-                    image_size=None if side is None else (side, side),
-                    stretch_kernels=options.stretch_kernels,
-                    enlarge_patches=options.enlarge_patches,
-                    batch_size=options.batch_size,
-                    **columns,
-                )
+                name, size = ("as trained", None) if side is None else (f"{side} px", (side, side))
+                results[name] = evaluate_classifier(model, processor, dataset, image_size=size, **given, **columns)
         else:
             model = load_trained(AutoModelForCausalLM, source, config=config).to(place)
             tokenizer = load(AutoTokenizer, source)
@@ -141,9 +134,10 @@ def evaluate_classifier(
     """
     require_a_class("the model", model.config)
     if image_size is not None:
-        if (stretch_kernels or enlarge_patches) and not produces_size(processor, image_size):
+        resized = resized_processor(processor, image_size)
+        if (stretch_kernels or enlarge_patches) and resized.to_dict() != processor.to_dict():
             model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
-        processor = resized_processor(processor, image_size)
+        processor = resized
     numbers = match_classes(dataset, label_column, model_classes(model.config))
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
     resizes = image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
@@ -201,11 +195,19 @@ def evaluate_language_model(
     Raises:
         ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.
     """
-    tokens, num_bytes = _tokenize(dataset, tokenizer, text_column)
+    tokens, num_bytes, changed = array("I"), 0, 0
+    for texts in read_texts(dataset, text_column):
+        tokens.extend(chain.from_iterable(rows := token_ids(texts, tokenizer)))
+        num_bytes += sum(len(text.encode()) for text in texts)
+        changed += count_changed(texts, rows, tokenizer)
+    if len(tokens) < 2:
+        raise ValueError(f"the text has {len(tokens)} tokens: give at least 2, since the first is not predicted")
+    if changed:
+        logger.warning(f"the tokenizer changes {changed} of {len(dataset)} texts, {LOSSY}")
     found = []
     model.eval()
     with TemporaryDirectory() as folder:
-        tokens.tofile(path := Path(folder, "tokens"))
+        np.asarray(tokens, dtype=TOKEN_DTYPE).tofile(path := Path(folder, "tokens"))
         windows = Windows(path, seq_len=block_size, stride=stride, dtype=TOKEN_DTYPE)
         for batch in tqdm(DataLoader(windows, batch_size), desc="text", unit="batch", disable=None):
             inputs, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
@@ -216,17 +218,3 @@ def evaluate_language_model(
     bits = code_length(nats, counts, ["token"])["bits_per_token"]
     perplexity = torch.tensor(bits).exp2().item()  # infinite for a diverged model
     return {"bits_per_byte": bits * len(tokens) / num_bytes, "bits_per_token": bits, "perplexity": perplexity}
-
-
-def _tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[np.ndarray, int]:
-    """Return the tokens of all rows and the number of their bytes in UTF-8; warn if the two do not agree."""
-    tokens, num_bytes, changed = array("I"), 0, 0
-    for texts in read_texts(dataset, column):
-        tokens.extend(chain.from_iterable(rows := token_ids(texts, tokenizer)))
-        num_bytes += sum(len(text.encode()) for text in texts)
-        changed += count_changed(texts, rows, tokenizer)
-    if len(tokens) < 2:
-        raise ValueError(f"the text has {len(tokens)} tokens: give at least 2, since the first is not predicted")
-    if changed:
-        logger.warning(f"the tokenizer changes {changed} of {len(dataset)} texts, {LOSSY}")
-    return np.asarray(tokens, dtype=TOKEN_DTYPE), num_bytes
