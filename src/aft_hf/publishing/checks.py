@@ -69,9 +69,6 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
     return problems + found + ([f"delete {README} to have it generated"] if found and README not in new else [])
 
 
-# ------------------------------------------------------------------------------------------------------------- files
-
-
 def _file_problems(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         if (
@@ -87,9 +84,6 @@ def _file_problems(path: Path) -> Iterator[str]:
         if match := re.search(pattern, content):
             line = content.count(b"\n", 0, match.start()) + 1
             yield f"holds {kind} (line {line}); remove it, and revoke it"
-
-
-# ------------------------------------------------------------------------------------------------------------- model
 
 
 def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterator[str]:
