@@ -95,7 +95,10 @@ class Run(Training):
         group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
-        optimizer = build_adamw(model, recipe)
+        adamw = recipe.optimizer.model_dump(exclude={"name"})
+        optimizer = build_optimizer(model, **adamw | {"betas": tuple(adamw["betas"])})
+        if recipe.ema_decay is not None:
+            keep_average(optimizer, recipe.ema_decay)
         schedule, options = recipe.schedule, recipe.schedule.options or None
         warmup = schedule.warmup_steps or round((schedule.warmup_epochs or 0) * epoch)
         with explained("schedule: cannot be built"):
@@ -217,8 +220,12 @@ class Run(Training):
         return self.save() if saves else None
 
     def save(self) -> Path:
-        """Save a checkpoint, if the weights are finite."""
-        self.check_weights()
+        """Save a checkpoint, if the weights are finite: gradients can overflow when no loss does."""
+        # With FSDP, each process checks its own shard.
+        shards = [getattr(weight, "_local_tensor", weight).detach() for weight in self.model.parameters()]
+        if not torch.stack([shard.isfinite().all() for shard in shards]).all():
+            done = f"after step {self.step}, with learning rate {self.learning_rate:.3g}"
+            raise ValueError(f"weights are not finite {done}: training stops")
         state = {"record": self.record, "recipe": self.recipe.model_dump(), "data": self.data}
         checkpoint = self.checkpoints.save(self.step, state)
         self.since = time.perf_counter()
@@ -254,16 +261,6 @@ class Run(Training):
         bar.set_postfix_str(line)
         values = {"loss": loss, "learning_rate": rate, f"{unit}_per_second": per_second, "peak_memory_gib": memory}
         self.accelerator.log(values, step=self.step)
-
-    def check_weights(self) -> None:
-        """Raise a ValueError before saving weights that are not finite: gradients can overflow when no loss does."""
-        # With FSDP, each process checks its own shard.
-        shards = [getattr(weight, "_local_tensor", weight).detach() for weight in self.model.parameters()]
-        if not torch.stack([shard.isfinite().all() for shard in shards]).all():
-            raise ValueError(
-                f"weights are not finite after step {self.step}, with learning rate {self.learning_rate:.3g}: "
-                "training stops"
-            )
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float]:
@@ -377,15 +374,6 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
     if recipe.compile:
         model.compile()  # in place: the weights keep their names
-
-
-def build_adamw(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Build the optimizer of a recipe; with `ema_decay`, it also keeps an average of the weights (`keep_average`)."""
-    options = recipe.optimizer.model_dump(exclude={"name"})
-    optimizer = build_optimizer(model, **options | {"betas": tuple(options["betas"])})
-    if recipe.ema_decay is not None:
-        keep_average(optimizer, recipe.ema_decay)
-    return optimizer
 
 
 def peak_memory(device: torch.device) -> float:
