@@ -45,9 +45,6 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None
         **options: further arguments of `torch.onnx.export`. Default: `optimize=False`, since onnxruntime optimizes a
             program when it loads it, and the time of the exporter's optimizer grows with the square of the number of
             layers.
-
-    Raises:
-        ValueError: the model has a `full` layer.
     """
     state = empty_state(model, 2)
     inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": state}

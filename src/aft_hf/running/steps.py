@@ -21,28 +21,19 @@ class Training(Protocol):
     step: int  # optimizer steps that are done
     advice: str = "the same command resumes from it"  # on a checkpoint that is saved when the training is stopped
 
-    def is_done(self) -> bool:
-        """Return whether no step is left; all processes get the same value."""
+    def is_done(self) -> bool: ...  # whether no step is left, the same in all processes
 
-    def progress_bar(self) -> tqdm:
-        """Return a progress bar, which only the main process shows, and only in a terminal."""
+    def progress_bar(self) -> tqdm: ...  # only the main process shows it, and only in a terminal
 
-    def update(self) -> None:
-        """Take one optimizer step, and increase `step`."""
+    def update(self) -> None: ...  # takes one optimizer step, and increases `step`
 
-    def after_step(self, bar: tqdm, stops: bool) -> Path | None:
-        """Report, evaluate and save as far as it is due; return a checkpoint of this step if there is one.
-
-        If the process is going to stop (`stops`), a checkpoint is due.
-        """
+    # Reports, evaluates and saves as far as it is due, and returns a checkpoint of this step if there is one. If the
+    # process is going to stop (`stops`), a checkpoint is due.
+    def after_step(self, bar: tqdm, stops: bool) -> Path | None: ...
 
 
 def take_steps(training: Training) -> None:
-    """Take the steps of a training until it is done.
-
-    Raises:
-        SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
-    """
+    """Take the steps of a training until it is done; after SIGTERM or Ctrl-C, save and exit with 128 + its number."""
     accelerator = training.accelerator
     with StopSignal(accelerator) as stop, training.progress_bar() as bar:
         while not training.is_done():

@@ -31,12 +31,8 @@ def code_length(nats: torch.Tensor, counts: torch.Tensor, units: Sequence[str]) 
     """Return the code length of the data in bits per unit: per byte, per character, per token or per sub-pixel.
 
     Losses and units are summed before the division, so a row may hold any number of units. A unit that does not occur,
-    such as a character in bytes that are no text, is left out.
-
-    Args:
-        nats: losses, summed over each row, (n,).
-        counts: number of each unit in the rows, (n, units).
-        units: names of the units.
+    such as a character in bytes that are no text, is left out. `nats` are the losses, summed over each row, (n,), and
+    `counts` the numbers of each unit in the rows, (n, units).
     """
     bits = nats.double().sum().item() / math.log(2)
     return {f"bits_per_{unit}": bits / count for unit, count in zip(units, counts.sum(0).tolist()) if count}

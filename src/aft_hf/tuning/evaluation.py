@@ -122,15 +122,10 @@ def evaluate_classifier(
 ) -> dict[str, float]:
     """Return top-1 accuracy, top-5 accuracy if there are more than five classes, and the loss in nats.
 
-    Classes are matched as by `match_classes`.
-
-    Args:
-        model, processor: an image classifier, on the device to run on, and its image processor.
-        dataset: rows with an image and a label.
-        image_size: (height, width) in pixels instead of the processor's size. The model resizes its position
-            embeddings if it can (ViT, DeiT), and an AFT-conv its kernels and patches.
-        stretch_kernels, enlarge_patches: False keeps the kernels or the patch size of an AFT-conv as trained. They
-            then cover another part of the image.
+    Classes are matched as by `match_classes`. The model is on the device to run on. For an `image_size`, (height,
+    width) in pixels instead of the processor's size, it resizes its position embeddings if it can (ViT, DeiT), and an
+    AFT-conv its kernels and patches. With `stretch_kernels` or `enlarge_patches` False, these are kept as trained, and
+    then cover another part of the image.
     """
     require_a_class("the model", model.config)
     if image_size is not None:
@@ -185,15 +180,9 @@ def evaluate_language_model(
     `bits_per_byte` compares models with different tokenizers: it is the code length of the text per byte of UTF-8,
     `bits_per_token` x tokens / bytes. The first token thus counts as the mean of the others.
 
-    Args:
-        model, tokenizer: a language model, on the device to run on, and its tokenizer.
-        dataset: rows of text.
-        block_size: tokens per block.
-        stride: tokens from the start of one block to the start of the next. The others, `block_size - stride`, are
-            only context. Default: `block_size`.
-
-    Raises:
-        ValueError: the text has less than two tokens, a row holds no text, or the stride would leave tokens out.
+    The model is on the device to run on. `stride` is the number of tokens from the start of one block to the start of
+    the next; the others, `block_size - stride`, are only context. Default: `block_size`. A ValueError is raised if the
+    text has less than two tokens, a row holds no text, or the stride would leave tokens out.
     """
     tokens, num_bytes, changed = array("I"), 0, 0
     for texts in read_texts(dataset, text_column):

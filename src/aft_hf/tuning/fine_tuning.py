@@ -269,14 +269,10 @@ def _checkpoint(arguments: TrainingArguments) -> Path | None:
 class FineTuner(Trainer):
     """transformers' Trainer with additional options for AFT models and image classifiers.
 
-    Args:
-        position_bias_scale: factor on the learning rate of position biases (see `parameter_groups`).
-        augment: function that augments the pixel values, (B, channels, height, width), of each training batch. It
-            runs in the training step, not in the data loader, so a resumed training draws the same random numbers.
-        teacher: a ViT or DeiT with the same classes, whose logits enter the training loss (`distillation_loss`). It
-            receives the pixel values of the model, so both need the same normalization.
-        distillation: keyword arguments of `distillation_loss`.
-        **options: arguments of `Trainer`.
+    `augment` is applied to the pixel values, (B, channels, height, width), of each training batch: in the training
+    step, not in the data loader, so a resumed training draws the same random numbers. `teacher` is a ViT or DeiT with
+    the same classes. It receives the pixel values of the model, so both need the same normalization. `distillation`
+    holds arguments of `distillation_loss`; `position_bias_scale` is that of `parameter_groups`.
     """
 
     model: Any
