@@ -23,6 +23,7 @@ from aft_hf.analysis import (
     plot_position_biases,
     save,
 )
+from aft_hf.analysis.maps import VALUES
 from aft_hf.cli import app
 
 
@@ -51,6 +52,27 @@ def test_bias_maps_are_kernels_or_tables():
     assert [w.shape for w in bias_maps(text_model("conv"))] == [(2, 1, 3)] * 2
     table = bias_maps(text_model("local"), "exp")[0]
     assert table.shape == (2, 16, 16) and (table[:, 9, 2] == 1).all()  # outside the window
+
+
+@pytest.mark.parametrize("values", pictures.BIASES)
+def test_the_future_of_a_text_model_is_neither_drawn_nor_part_of_the_color_scale(values):
+    model = text_model()
+    past = torch.ones(16, 16, dtype=torch.bool).tril()
+    for w, layer in zip(bias_maps(model, values), model.aft.layers):
+        torch.testing.assert_close(w[:, past], VALUES[values](layer.mixer.position_bias(16))[:, past])
+        assert w[:, ~past].isnan().all()
+    figure = pictures.draw_maps([w[:1]], scale="own signed")
+    (image,) = figure.axes[0].images
+    assert (image.get_array().mask == ~past.numpy()).all() and image.norm.vmax <= w[:, past].abs().max()
+
+
+def test_a_picture_of_one_map_shows_its_whole_title():
+    figure = pictures.draw_maps([torch.randn(1, 5, 5)], scale="own", label="attention by offset")
+    figure.draw_without_rendering()
+    (box,) = [text.get_window_extent() for text in figure.texts]
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+    (axis,) = figure.axes
+    assert axis.title.get_window_extent().y1 <= box.y0  # which is not over the map
 
 
 def test_pictures_have_no_background_and_the_ink_of_both_pages(tmp_path):

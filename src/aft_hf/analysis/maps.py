@@ -31,7 +31,7 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
     Returns:
         The maps of each layer, (h, rows, columns) in float32: for AFT-conv the kernels (for text, a single row), for
         all other types the T x T biases of the longest sequence of the model, with a row for each query. Without a
-        longest sequence, T is 256.
+        longest sequence, T is 256. The biases of the future, which a text model does not use, are NaN.
 
     Raises:
         ValueError: `values` is none of these.
@@ -46,6 +46,8 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
             w = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
         else:
             w = mixer.position_bias(getattr(model.config, "max_positions", UNLIMITED_LENGTH))
+            if mixer.causal:
+                w = w.masked_fill(torch.ones_like(w, dtype=torch.bool).triu(1), torch.nan)
         maps.append(VALUES[values](w).float().cpu())
     return maps
 

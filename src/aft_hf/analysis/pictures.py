@@ -133,11 +133,11 @@ def draw_maps(
             elif layer == 0 and alone:
                 axis.set(xlabel=axes_labels[0], ylabel=axes_labels[1])
     if count > most:
-        figure.supxlabel(f"the first {most} of {count} {column}s", fontsize="medium")
+        figure.supxlabel(f"the first {most} of {count} {column}s", fontsize="medium", wrap=True)
     if common:
         figure.colorbar(shown, ax=axes, label=label, shrink=0.8, extend="both")
     elif label:
-        figure.suptitle(f"{label}, each map on its own scale", fontsize="medium")
+        figure.suptitle(f"{label}, each map on its own scale", fontsize="medium", wrap=True)
     return figure
 
 
