@@ -155,20 +155,20 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     losses, scores = axes[0]
     scores.sharex(losses)
     names = set()
-    for colour, (run, results) in zip(itertools.cycle(CURVES), runs):
+    for colour, (_, results) in zip(itertools.cycle(CURVES), runs):
         curve = [(row["step"], row["loss"]) for row in results["losses"]]
         final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
         if not (found := [each for each in METRICS if each in final]):
             raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
         points = [(row["step"], row[found[0]]) for row in results["evaluations"]]
         names.add(found[0].replace("_", " "))
-        losses.plot(*zip(*curve), color=colour, label=run)
-        scores.plot(*zip(*(points or [(curve[-1][0], final[found[0]])])), ".-", color=colour, label=run)
+        losses.plot(*zip(*curve), color=colour)
+        scores.plot(*zip(*(points or [(curve[-1][0], final[found[0]])])), ".-", color=colour)
     losses.set(xlabel="step", ylabel="training loss (nats)")
     scores.set(xlabel="step", ylabel=f"validation {', '.join(sorted(names))}")
     for axis in (losses, scores):
         axis.grid(alpha=0.3)
-        axis.legend()
+        axis.legend(axis.lines, [name for name, _ in runs])
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -107,7 +107,7 @@ def _losses(checkpoint: str) -> "Figure":
     if not results.get("losses"):
         raise ValueError(f"{checkpoint}: no results.json with losses; give the output of a training run")
     with explained(f"{path}: is not the results.json of a training run"):
-        return draw_losses([(Path(checkpoint).name, results)])
+        return draw_losses([(Path(checkpoint).resolve().name, results)])
 
 
 def _load(checkpoint: str) -> AFTPreTrainedModel:
