@@ -18,8 +18,9 @@ from transformers.image_processing_utils import BaseImageProcessor
 from ..analysis.maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
 from ..analysis.pictures import BIASES, check_path, draw_losses, draw_maps, save
 from ..configuration_aft import AFTConfig
+from ..console import refuse_unused
 from ..conversion.images import pixel_batches, read_images
-from ..conversion.source import read_source
+from ..conversion.source import MODEL_TYPES, read_source
 from ..data.image_size import pixel_values
 from ..errors import explained
 from ..limits import limited
@@ -37,9 +38,13 @@ KINDS = (
     "DeiT by relative position, averaged over --images (Figures 1, 5). keys: keys of all layers for an image "
     "(Figures 9 to 12) or a text. losses: losses of a training run."
 )
+# Options, and the kinds that use them.
+OF_KINDS = {"values": "biases", "num_images": "attention", "images": "attention or keys", "text": "keys"}
+OF_KINDS |= dict.fromkeys(("layers", "heads"), "biases, attention or keys")
 
 
 def visualize_command(
+    context: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
     kind: Annotated[Literal["biases", "attention", "keys", "losses"], typer.Argument(help=KINDS)],
     out: Annotated[
@@ -56,6 +61,7 @@ def visualize_command(
     paths = out or [Path(f"{kind}.png")]
     for path in paths:
         check_path(path)
+    refuse_unused(context, {name: f"the kind {kinds}" for name, kinds in OF_KINDS.items() if kind not in kinds})
     if kind == "losses":
         figure = _losses(checkpoint)
     elif kind == "attention":
@@ -67,7 +73,7 @@ def visualize_command(
         label, scale = BIASES.get(values, ("", ""))
         figure = _draw(bias_maps(_load(checkpoint), values), layers, scale=scale, label=label, most=heads)
     else:
-        figure = _keys(checkpoint, layers, heads, images, text)
+        figure = _keys(context, checkpoint, layers, heads, images, text)
     for path in paths:
         save(figure, path)
         print(path)
@@ -81,10 +87,14 @@ def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figu
     return draw_maps([maps[int(each) - 1] for each in chosen], names=[f"layer {each}" for each in chosen], **options)
 
 
-def _keys(checkpoint: str, layers: str | None, heads: int, images: Path | None, text: str | None) -> "Figure":
+def _keys(
+    context: typer.Context, checkpoint: str, layers: str | None, heads: int, images: Path | None, text: str | None
+) -> "Figure":
     """Draw the keys of each layer: for an image a map of the patches for each head or feature, for a text one map."""
     model = _load(checkpoint)
-    if model.config.modality == "text":
+    of_text = model.config.modality == "text"
+    refuse_unused(context, {"images": "a model of images"} if of_text else {"text": "a model of text"})
+    if of_text:
         if text is None:
             raise ValueError('the model reads text; give --text "..."')
         tokenizer = load(AutoTokenizer, checkpoint)
@@ -123,7 +133,11 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    if not Path(checkpoint).is_file() and read_config(checkpoint).model_type == "beit":
+    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type  # of timm: None
+    if kind not in (None, "beit", *MODEL_TYPES):
+        needs = "the kind attention needs a ViT, DeiT or BEiT"
+        raise ValueError(f"{checkpoint}: {needs}, got {kind}; for an AFT, give the kind biases or keys")
+    if kind == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)
