@@ -1,7 +1,9 @@
 """Tests of `aft-hf benchmark`: models of any architecture side by side, turns, and peak memory."""
 
+import multiprocessing
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiny_models import image_model, language_model, vit_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from aft_hf import benchmarking
-from aft_hf.benchmarking import LONG_CALL, peak_bytes, seconds_in_turns
+from aft_hf.benchmarking import LONG_CALL, in_new_process, peak_bytes, seconds_in_turns
 
 
 @pytest.fixture
@@ -82,7 +84,9 @@ def test_language_models_take_training_steps_at_their_own_length(saved, quick, r
     ("words", "said"),
     [
         (["gpt2", "--length", "65"], "gpt2: cannot be measured"),
-        (["gpt2", "vit"], "some read images"),
+        (["gpt2", "vit"], "vit: cannot be measured (it reads images, not texts; give --image-size, and only models"),
+        (["vit", "--length", "8"], "vit: cannot be measured (it reads images, not texts; give --image-size"),
+        (["gpt2", "--image-size", "8"], "gpt2: cannot be measured (it reads texts, not images; give --length"),
         (["vit", "--length", "8", "--image-size", "32"], "not both"),
         (["nothing"], "nothing: no such directory"),
     ],
@@ -90,6 +94,21 @@ def test_language_models_take_training_steps_at_their_own_length(saved, quick, r
 def test_models_that_cannot_be_compared_end_the_benchmark_in_one_line(saved, quick, run_command, words, said):
     done = run_command("aft-hf", "benchmark", *(saved / x if x in ("gpt2", "vit", "nothing") else x for x in words))
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("option", "value"), [("--length", -3), ("--image-size", 0)])
+def test_sizes_below_one_are_refused(saved, quick, run_command, option, value):
+    done = run_command("aft-hf", "benchmark", saved / "vit", option, value)
+    assert done.returncode == 2 and option in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupt_ends_the_measuring_process_without_a_traceback_of_its_own(capfd):
+    interrupt = "os.kill(os.getpid(), 2); time.sleep(0.1); print('still there', flush=True); os.kill(os.getppid(), 2)"
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        in_new_process(exec, f"import os, time; {interrupt}; time.sleep(60)")
+    assert time.monotonic() - started < 30 and not multiprocessing.active_children()
+    assert capfd.readouterr() == ("still there\n", "")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import ctypes
 import inspect
 import multiprocessing
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -16,12 +17,14 @@ import typer
 from rich.table import Table
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from .configuration_aft import pair
 from .console import plain_console
 from .errors import explained
 from .loading import load
 
 
 Call = Callable[[], object]
+Size = tuple[int, str] | None  # of images or texts: a number, and its unit
 ON_GPU = torch.cuda.is_available()
 LONG_CALL = 5.0  # seconds; a longer call is warmed up once
 
@@ -29,11 +32,11 @@ LONG_CALL = 5.0  # seconds; a longer call is warmed up once
 def benchmark_command(
     models: Annotated[list[str], typer.Argument(help="Directories or Hub ids of models of transformers or AFT.")],
     image_size: Annotated[
-        list[int] | None, typer.Option(help="Side of the images in pixels; may be repeated. Default: the model's.")
+        list[int] | None, typer.Option(min=1, help="Side of images in pixels; may be repeated. Default: the model's.")
     ] = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of the texts; may be repeated. Default: the model's maximum, up to 1024."),
+        typer.Option(min=1, help="Tokens of the texts; may be repeated. Default: the model's maximum, up to 1024."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images or texts per call.")] = 8,
     training: Annotated[bool, typer.Option("--training", help="Training steps (AdamW), not inference.")] = False,
@@ -49,7 +52,8 @@ def benchmark_command(
     table = Table("size", "model")
     for name in ("ms", "x speed", "MiB", "x memory"):
         table.add_column(name, justify="right")
-    sizes: list[int | None] = [*(image_size or length or [])] or [None]  # None: the model's own
+    given: list[Size] = [*((x, "px") for x in image_size or ()), *((x, "tokens") for x in length or ())]
+    sizes = given or [None]  # None: the model's own
     for size in sizes:
         options = {"size": size, "batch_size": batch_size, "training": training, "bf16": bf16}
         size_name, rows = measure(models, turns=turns, **options)
@@ -71,22 +75,19 @@ def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dic
     The options are those of `build_call`. Without a size, all models get the own size of the first one.
     """
     keep_freed_memory()
-    calls, units = {}, set()
+    calls = {}
     for source in sources:
         with explained(f"{source}: cannot be measured"):
-            calls[source], unit, options["size"] = build_call(source, **options)
+            calls[source], options["size"] = build_call(source, **options)
             calls[source]()
-        units.add(unit)
-    if len(units) > 1:
-        raise ValueError("the models do not compare: some read images, and some read texts")
     taken = seconds_in_turns(calls, turns)
     del calls
     measured = {x: (statistics.median(taken[x]), in_new_process(_peak, x, options)) for x in sources}
-    return f"{options['size']} {unit}", measured
+    return "{} {}".format(*options["size"]), measured
 
 
-def build_call(source: str, *, size: int | None, batch_size: int, training: bool, bf16: bool) -> tuple[Call, str, int]:
-    """Return a call of a saved model on random images or texts, the unit of their size ("px", "tokens"), the size."""
+def build_call(source: str, *, size: Size, batch_size: int, training: bool, bf16: bool) -> tuple[Call, Size]:
+    """Return a call of a saved model on random images or texts, and their size: by default the model's own."""
     name = (load(AutoConfig, source).architectures or [""])[0]
     found = getattr(sys.modules["transformers"], name, None)  # AFT's classes, too
     kind = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
@@ -95,14 +96,17 @@ def build_call(source: str, *, size: int | None, batch_size: int, training: bool
     options = {"interpolate_pos_encoding": True, "use_cache": False}
     options = {name: value for name, value in options.items() if name in takes}
     torch.manual_seed(0)
-    if model.main_input_name == "pixel_values":
-        own = getattr(config, "image_size", 224)
-        size = size or (own if isinstance(own, int) else max(own))
-        pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), size, size, device=model.device)
-        return model_call(model, {"pixel_values": pixels}, training, bf16, **options), "px", size
-    size = size or min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
-    tokens = torch.randint(config.vocab_size, (batch_size, size), device=model.device)
-    return model_call(model, {"input_ids": tokens}, training, bf16, **options), "tokens", size
+    unit = "px" if model.main_input_name == "pixel_values" else "tokens"
+    if size and size[1] != unit:
+        kinds = "images, not texts; give --image-size" if unit == "px" else "texts, not images; give --length"
+        raise ValueError(f"it reads {kinds}, and only models that read the same")
+    if unit == "px":
+        side = size[0] if size else max(pair(getattr(config, "image_size", 224)))
+        pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), side, side, device=model.device)
+        return model_call(model, {"pixel_values": pixels}, training, bf16, **options), (side, unit)
+    length = size[0] if size else min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+    tokens = torch.randint(config.vocab_size, (batch_size, length), device=model.device)
+    return model_call(model, {"input_ids": tokens}, training, bf16, **options), (length, unit)
 
 
 def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool, **options: Any) -> Call:
@@ -154,9 +158,17 @@ def keep_freed_memory() -> None:
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a new process."""
+    """The result of a function in a new process, which Ctrl-C ends without a traceback of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *arguments).result()
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
+            result = process.submit(function, *arguments)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            return result.result()
+        except KeyboardInterrupt:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 def _peak(source: str, options: dict[str, Any]) -> int:
