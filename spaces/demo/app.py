@@ -22,6 +22,8 @@ import text_tab
 from images import MAX_MEGABYTES
 from loading import IMAGE, PIXEL, TEXT, Unavailable, kind_of, load, shipped_models
 
+from aft_hf.errors import explained
+
 
 TITLE = "Attention Free Transformer"
 ABOUT = """# Attention Free Transformer
@@ -40,7 +42,7 @@ def choose(given: list[str]) -> dict[str, str]:
 
 
 def build_app(sources: dict[str, str]) -> gr.Blocks:
-    """Build the page; a tab whose model is missing or cannot be loaded shows the reason."""
+    """Build the page; a tab whose model is missing or cannot be shown shows the reason."""
     with gr.Blocks(title=TITLE, analytics_enabled=False) as app:
         gr.Markdown(ABOUT, elem_classes="aft-title")
         with gr.Tabs():
@@ -50,12 +52,12 @@ def build_app(sources: dict[str, str]) -> gr.Blocks:
                         if kind not in sources:
                             raise Unavailable("No model is given for this tab: start the demo with --model.")
                         loaded = load(sources[kind])
+                        about = f"<b>{html.escape(Path(loaded.source).name)}</b>: {html.escape(loaded.about)}"
+                        gr.HTML(f'<p class="aft-about">{about} {tab.EXPECT}</p>', padding=False)
+                        with explained(f"{loaded.source}: this tab cannot show the model", Unavailable):
+                            tab.build(app, loaded)
                     except Unavailable as error:
                         gr.Markdown(str(error), elem_classes="aft-unavailable")
-                        continue
-                    about = f"<b>{html.escape(Path(loaded.source).name)}</b>: {html.escape(loaded.about)}"
-                    gr.HTML(f'<p class="aft-about">{about} {tab.EXPECT}</p>', padding=False)
-                    tab.build(app, loaded)
     return app
 
 

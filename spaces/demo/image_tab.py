@@ -156,20 +156,19 @@ def build(app: gr.Blocks, loaded: Loaded) -> None:
             gr.Markdown(EXPLANATION)
             with gr.Row():
                 options = {"step": 1, "minimum": 1, "buttons": [], "min_width": 140}
-                layer = gr.Slider(
-                    value=first_layer,
-                    maximum=demo.num_layers,
-                    label="Layer",
-                    elem_id="layer",
-                    **options,
-                )
-                head = gr.Slider(
-                    value=first_head,
-                    maximum=max(demo.num_heads, 2),
-                    label="Head",
-                    visible=demo.num_heads > 1,
-                    elem_id="head",
-                    **options,
+                layer, head = (
+                    gr.Slider(
+                        value=first,
+                        maximum=max(count, 2),
+                        label=name.capitalize(),
+                        visible=count > 1,
+                        elem_id=name,
+                        **options,
+                    )
+                    for name, first, count in (
+                        ("layer", first_layer, demo.num_layers),
+                        ("head", first_head, demo.num_heads),
+                    )
                 )
             with gr.Row(elem_classes="aft-maps"):
                 with gr.Column(min_width=0, elem_classes="aft-view"):

@@ -17,6 +17,7 @@ from transformers import (
 
 import aft_hf
 from aft_hf import loading as safely
+from aft_hf.data.classes import chooses_a_class
 from aft_hf.data.pixel_sequences import START_TOKEN
 from aft_hf.errors import UnreadableError, described, explained
 from aft_hf.reading import parse_header, read_text
@@ -26,8 +27,8 @@ IMAGE, TEXT, PIXEL = "image", "text", "pixel"  # the kind of model of each tab
 SHIPPED = Path(__file__).resolve().parents[2] / "model_cards"  # in a clone of the repository
 
 
-class Unavailable(Exception):
-    """No tab can show the model; the message says why."""
+class Unavailable(ValueError):
+    """A tab cannot show the model; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def kind_of(source: str) -> str:
         raise Unavailable(f"{source}: {described(error)}") from error
     names = config.architectures or []
     if "AFTForImageClassification" in names:
+        if not chooses_a_class(config):
+            raise Unavailable(f"{source}: the demo shows image classifiers that choose one of several classes.")
         return IMAGE
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return PIXEL if pixel_side(config) else TEXT

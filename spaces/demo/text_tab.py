@@ -27,7 +27,7 @@ class TextDemo:
         config = model.config
         types = set(getattr(config, "layer_aft_types", ["full"]))
         limited = getattr(config, "use_position_embeddings", True) or bool(types & {"full", "local"})
-        self.longest = config.max_position_embeddings if limited else None
+        self.longest = getattr(config, "max_position_embeddings", None) if limited else None
 
     def complete(self, prompt: str, count: int, temperature: float, seed: int) -> Iterator[str]:
         """Yield HTML of the prompt and its continuation while it grows; the same seed gives the same text.

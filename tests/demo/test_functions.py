@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 from saved_models import changed
+from tiny_models import image_model
+from transformers import BloomConfig, BloomForCausalLM
 
 
 gr = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -c constraints.txt -e '.[demo]'")
@@ -193,6 +195,42 @@ def test_a_model_that_no_tab_can_show_is_refused(tmp_path):
         load(str(tmp_path / "nowhere"))
     with pytest.raises(Unavailable, match="classify images, and language models"):
         load(str(SHIPPED / "cifar10-vit"))
+
+
+@pytest.mark.parametrize("classes", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}], ids=str)
+def test_a_classifier_that_does_not_choose_one_of_several_classes_is_refused(classes, models, tmp_path):
+    from loading import Unavailable, kind_of
+
+    image_model(**classes).save_pretrained(tmp_path)
+    with pytest.raises(Unavailable, match="choose one of several classes"):
+        kind_of(str(tmp_path))
+
+
+def built(**sources):
+    """The page of these models: the number of its events, and what tabs say instead."""
+    import app
+
+    page = app.build_app({kind: str(source) for kind, source in sources.items()})
+    said = [each.value for each in page.blocks.values() if "aft-unavailable" in (each.elem_classes or ())]
+    return len(page.fns), [each for each in said if "No model is given" not in each]
+
+
+def test_a_model_that_a_tab_cannot_show_leaves_the_other_tabs(models, tmp_path):
+    shutil.copytree(models["image"], tmp_path / "gray")
+    image_model(num_channels=1).save_pretrained(tmp_path / "gray")
+    events, (said,) = built(image=tmp_path / "gray", text=models["text"])
+    assert events == built(text=models["text"])[0]
+    assert re.search(r"gray: this tab cannot show the model \(pixel_values must be \(batch, 1, ", said)
+
+
+def test_models_of_one_layer_and_one_head_and_without_a_maximum_length_have_their_tabs(models, tmp_path):
+    for name in ("image", "text"):
+        shutil.copytree(models[name], tmp_path / name)
+    image_model(num_hidden_layers=1, num_heads=1).save_pretrained(tmp_path / "image")
+    sizes = {"hidden_size": 8, "n_layer": 1, "n_head": 2}
+    BloomForCausalLM(BloomConfig(vocab_size=258, **sizes)).save_pretrained(tmp_path / "text")
+    events, said = built(image=tmp_path / "image", text=tmp_path / "text")
+    assert events > 3 and not said
 
 
 def test_the_space_installs_what_the_package_asks_for():
