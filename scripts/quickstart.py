@@ -107,7 +107,8 @@ def image(
         processor.save_pretrained(source)
 
     console.rule("2. Converting it to AFT-conv")
-    converted_path, conversion = out / "converted", {"overwrite": True, "kernel_size": 7, "num_heads": 12}
+    converted_path, conversion = out / "converted", {"overwrite": True, "kernel_size": 7}
+    conversion |= {} if teacher is None else {"num_heads": 12}  # 12 divides the width of our ViT
     converted, report = save_converted(source, converted_path, **conversion)
     console.print(report.summary())
     processor = AutoImageProcessor.from_pretrained(converted_path)

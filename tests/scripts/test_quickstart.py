@@ -28,7 +28,7 @@ def test_a_deit_with_patches_and_labels_of_its_own_goes_all_the_way(tmp_path, ru
 
     monkeypatch.setattr(subprocess, "run", fork)
     config = DeiTConfig(
-        hidden_size=24,
+        hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
