@@ -120,13 +120,27 @@ def test_a_head_bias_that_no_layer_norm_bias_can_replace_is_refused():
     assert convert_labml(state).config.vocab_size == TOKENS
 
 
+def prefixed(state, prefix):
+    for name in list(state):
+        state[prefix + name] = state.pop(name)
+
+
+def test_an_unknown_activation_is_not_said_to_be_a_fault_of_the_weights():
+    with pytest.raises(ValueError, match="'foo' is not known") as raised:
+        convert_labml(model_state(), hidden_act="foo")
+    assert "weights" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda state: state.pop("encoder.norm.bias"), "aft.layernorm.bias"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), r"\(6, 3\), \(6, 6\)"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "must be a window around"),
-        (lambda state: state.clear(), r"got \[\]"),
+        (lambda state: state.clear(), r"give model\.state_dict\(\)"),
+        (lambda state: state.update(model=model_state()), r"give model\.state_dict\(\)"),
+        (lambda state: prefixed(state, "module."), r"no prefix \(module\., _orig_mod\.\)"),
+        (lambda state: prefixed(state, "_orig_mod."), r"no prefix \(module\., _orig_mod\.\)"),
         (lambda state: state.update({"src_embed.weight": torch.zeros(TOKENS, WIDTH)}), "stand for the same tensor"),
     ],
 )

@@ -6,6 +6,7 @@ models are the pre-norm blocks of labml_nn.transformers between an embedding (`s
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,8 +56,16 @@ def convert_labml(
 
     Raises:
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
+        ValueError: `hidden_act` is unknown.
     """
+    AFTConfig(hidden_act=hidden_act)  # raises the ValueError
     with explained("the weights are not those of labml's AFT-local", ConversionError):
+        has_masks = any(re.fullmatch(rf"(encoder\..+\.)?{MASK}", str(name)) for name in state_dict)
+        if not has_masks or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
+            raise ConversionError(
+                "these are not the weights of labml's AFT-local; give model.state_dict(), whose names have no prefix "
+                "(module., _orig_mod.) before local_mask or encoder, and whose values are tensors"
+            )
         tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
         if len(tensors) < len(state_dict):
             raise ConversionError("two names in the state dict stand for the same tensor; remove one of them")
