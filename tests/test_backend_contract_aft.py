@@ -915,6 +915,23 @@ def test_gradients_of_gradients_of_parameters_are_those_of_the_reference(structu
 
 
 @structures(TYPICAL)
+def test_gradients_of_gradients_are_finite_for_keys_far_apart(structure, backend):
+    results = []
+    for name in (backend.name, "reference"):
+        mixer = build(structure, Backend(name, backend.device), torch.float64)
+        x = torch.randn(4, 35, WIDTH, dtype=torch.float64, device=backend.device)
+        if name != "reference":
+            mixer, x = mixer.float(), x.float()
+        with torch.no_grad():
+            mixer.k_proj.weight.mul_(40)  # keys differ by 150
+        (first,) = torch.autograd.grad(mixer(x.requires_grad_(), **with_grid(mixer, 35)).sum(), x, create_graph=True)
+        first.square().mean().backward()
+        results.append(mixer.k_proj.weight.grad.double())
+    found, expected = results
+    assert (found - expected).norm() < 1e-2 * expected.norm()
+
+
+@structures(TYPICAL)
 def test_forward_mode_is_that_of_the_reference(structure, backend):
     mixer, reference, x = doubles(structure, backend, 9)
     x = x.detach()
@@ -977,6 +994,17 @@ def test_vmap_of_gradients_gives_those_of_each_row(structure, backend):
     for i, row in enumerate(x):
         expected = torch.autograd.grad(loss(parameters, row), list(parameters.values()), materialize_grads=True)
         torch.testing.assert_close([found[name][i] for name in parameters], list(expected), rtol=1e-4, atol=1e-4)
+
+
+@structures(["full", "full causal", "local", "local causal"])
+def test_vmap_of_wide_biases_is_exact_on_a_cpu(structure):
+    mixer, x = build(structure, Backend("portable", "cpu")), torch.randn(3, 35, WIDTH)
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(30)
+        for parameter in learned(mixer).values():
+            parameter.mul_(8)  # w is a product of two
+    rows = torch.func.vmap(lambda row: mixer(row.unsqueeze(0)).squeeze(0))(x)
+    torch.testing.assert_close(rows, mixer(x), rtol=1e-4, atol=1e-5)
 
 
 @structures(TYPICAL)

@@ -16,7 +16,7 @@ import torch
 from test_backend_contract_aft import STRUCTURES, TYPICAL, TYPICAL_SEQUENCES, WIDTH, at_most, structures, with_grid
 from torch.nn.functional import linear
 
-from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
+from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple, mixing_aft
 from aft_hf.caching_aft import AFTLayerState
 from aft_hf.mixers_aft import AFTMixer
 from aft_hf.mixing_aft import Mixing, Visibility, reference_mixing
@@ -384,6 +384,41 @@ def test_the_implicit_attention_times_values_is_the_gated_average(structure, kin
 # ------------------------------------------------------------------------------------------------------ wrong inputs
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(30, 34), (34, 30), (1, 34), (0, 5), (5, 0)])
+@structures(TYPICAL_SEQUENCES)
+def test_queries_of_another_length_than_the_keys_take_linear_time(structure, queries, keys, monkeypatch):
+    mixer, reference = build(structure), build(structure, dtype=torch.float64)
+    reference.implementation = "reference"
+    inputs = [torch.randn(2, n, WIDTH, requires_grad=True) for n in (queries, keys)]
+    if mixer.biases(inputs[0]).reach is not None:
+        monkeypatch.setattr(mixing_aft, "_pairwise", None)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    output, expected = (m(x, y, y) for m, (x, y) in ((mixer, inputs), (reference, doubles)))
+    torch.testing.assert_close(output, expected.float(), rtol=1e-4, atol=1e-5)
+    found, exact = (
+        torch.autograd.grad(y.square().sum(), x, materialize_grads=True)
+        for y, x in ((output, inputs), (expected, doubles))
+    )
+    torch.testing.assert_close(found, tuple(x.float() for x in exact), rtol=1e-3, atol=1e-4)
+
+
+def test_a_window_beyond_the_learned_positions_costs_no_more_than_these():
+    wide, whole = (AFTLocal(8, 16, window, causal=True) for window in (4096, 16))
+    wide.load_state_dict(whole.state_dict())
+    x = torch.randn(1, 16, 8)
+    assert wide.window == 16 and torch.equal(wide(x), whole(x))
+
+
+@pytest.mark.parametrize(
+    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_hooks_of_the_gate_are_called(register):
+    mixer, called = AFTSimple(8), []
+    getattr(mixer.query_activation, f"register_{register}")(lambda *given: called.append(len(given)))
+    mixer(torch.randn(1, 4, 8)).sum().backward()
+    assert len(called) == 1
+
+
 def call(mixer, *shapes, **options):
     return mixer(*map(torch.zeros, shapes), **options)
 
@@ -414,7 +449,9 @@ WRONG = [
         lambda: call(AFTFull(8, 16), (1, 5, 8), position_ids=torch.zeros(1, 4).long()),
         r"position_ids must be .* 5 keys, got \(1, 4\)",
     ),
+    (lambda: call(AFTFull(8, 16), (1, 4, 8), position_ids=torch.zeros(1, 4)), r"must be int64.* of torch.float32"),
     (lambda: call(AFTConv(8, 2, 3), (1, 9, 8), position_ids=torch.arange(9).unsqueeze(0)), "position_ids"),
+    (lambda: call(AFTConv(8, 2, 3), (1, 12, 8), grid_size=(-3, -4)), "12 positions .* -3 x -4"),
     (lambda: call(AFTConv(8, 2, 3), (1, 35, 8), grid_size=(3, 4)), "35 positions .* 3 x 4"),
     (lambda: call(AFTConv(8, 2, 3), (1, 35, 8)), "35 positions .* 6 x 6"),
     (lambda: AFTSimple(8).position_bias(), "AFTSimple .* seq_len"),

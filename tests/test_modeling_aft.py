@@ -292,6 +292,12 @@ def test_the_entropy_is_that_of_the_layers_that_are_there():
     )
 
 
+def test_a_model_of_images_takes_them_by_position_as_a_vit_does():
+    config = tiny_config("image", "conv")
+    model, inputs = build(config), inputs_of(config)
+    assert torch.equal(model.aft(inputs["pixel_values"])[0], model.aft(**inputs)[0])
+
+
 @pytest.mark.parametrize("modality", ["text", "image"])
 def test_a_loss_computed_outside_the_model_is_told_that_the_entropy_is_not_in_it(modality, monkeypatch):
     said = []

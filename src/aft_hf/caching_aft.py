@@ -36,8 +36,8 @@ class AFTLayerState(CacheLayerMixin):
 
     Args:
         window: how many of the last keys and values to keep; None for all. The sums are over the tokens before.
-        max_length: maximum number of tokens of a row in a static cache, for `torch.compile` and CUDA graphs, whose
-            length is a tensor; None for a dynamic one. The maximum is not checked.
+        max_length: maximum number of tokens of a row, which is not checked, in a static cache, whose length is a
+            tensor, for `torch.compile` and CUDA graphs; None for a dynamic one.
 
     Attributes:
         keys, values: (B, h, W, k) and (B, h, W, c): the last real tokens of each row, right-aligned. Keys are -inf
@@ -289,7 +289,7 @@ class AFTLayerState(CacheLayerMixin):
         raise ValueError("the cache of an AFT is a sum over the past: tokens cannot be removed from it")
 
     def nbytes(self) -> int:
-        """Size of the state in bytes."""
+        """Size in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
 
@@ -319,7 +319,7 @@ class AFTCache(Cache):
         return other
 
     def nbytes(self) -> int:
-        """Size of the cache in bytes."""
+        """Size in bytes."""
         return sum(layer.nbytes() for layer in self.layers)
 
 

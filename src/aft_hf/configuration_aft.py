@@ -42,7 +42,7 @@ OTHER_NAMES |= {"is_decoder"} | {f"{token}_token_id" for token in ("cls", "decod
 
 
 def raise_value_errors(cls: Any) -> Any:
-    """Make the constructor and assignments raise a ValueError of one line in place of the errors of `@strict`."""
+    """Make the constructor and assignments raise a ValueError of one line in place of errors of `@strict`."""
 
     def wrapped(method: Any) -> Any:
         @wraps(method)
@@ -141,8 +141,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             `"portable"` (PyTorch operations).
         vocab_size: Size of the vocabulary of a text model.
         max_position_embeddings: Maximum sequence length of a text model with position embeddings, or with learned
-            tables (`full` and `local`). Other models have no maximum, and their configs no such attribute, since
-            tools cut texts at its value, and some of them fail at None.
+            tables (`full` and `local`). Configs of other models have no such attribute: tools cut texts at its value.
         tie_word_embeddings: Whether the language modeling head shares its weights with the token embeddings.
         use_cache: Whether a text model returns its cache for generation.
         bos_token_id: Id of the token that begins a sequence.
@@ -247,7 +246,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @classmethod
     def _check_names(cls, names: Iterable[str]) -> None:
-        """Refuse a name that is close to a field: otherwise the field would silently keep its default."""
+        """Refuse a name that is close to a field, which would silently keep its default."""
         known = {field.name for field in dataclasses.fields(cls)} | {"num_labels", "out_features", "out_indices"}
         others = known | OTHER_NAMES | GenerationConfig._get_default_generation_params().keys()
         for name in names:
@@ -258,7 +257,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @PreTrainedConfig.num_labels.setter  # type: ignore[attr-defined]  # a property under a decorator of transformers
     def num_labels(self, num_labels: int) -> None:
-        """Name the labels LABEL_0, LABEL_1, ...: the config stores the names, and `num_labels` is their count."""
+        """Name the labels LABEL_0, LABEL_1, ...: the config stores only names."""
         if type(num_labels) is not int or not 0 <= num_labels <= MOST_LABELS:
             raise ValueError(f"num_labels must be an integer in 0 .. {MOST_LABELS}, got {shown(num_labels)}")
         PreTrainedConfig.num_labels.fset(self, num_labels)  # type: ignore[attr-defined]  # as above
@@ -309,7 +308,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build a config from a dictionary of fields, and more fields that replace them."""
+        """Build a config from fields, and others that replace them."""
         cls._check_names(kwargs)  # the base class ignores unknown names
         # The base class would take a field that the saved config lacks for an argument of the model.
         given = {name: kwargs.pop(name) for name in cls.__dataclass_fields__.keys() & kwargs.keys() - {"dtype"}}

@@ -1,7 +1,7 @@
-"""The five AFT mixers as ordinary modules, for use on their own or in the models of this package.
+"""The five AFT mixers, for use on their own or in the models of this package.
 
-Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer. The types differ in the position
-biases w that they compute from their parameters; AFT-conv also has one key per head instead of one per feature.
+Each mixer maps (B, T, d) to (B, T, d) and can replace a self-attention layer. The types differ in the position biases
+w that they compute from their parameters; AFT-conv also has one key per head instead of one per feature.
 """
 
 import math
@@ -74,9 +74,7 @@ class AFTMixer(nn.Module):
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
             raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
         if not 0 < position_bias_multiplier < math.inf:
-            raise ValueError(
-                f"position_bias_multiplier must be greater than 0 and finite, got {position_bias_multiplier}"
-            )
+            raise ValueError(f"position_bias_multiplier must be positive and finite, got {position_bias_multiplier}")
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
         self.global_connectivity, self.implementation = global_connectivity, implementation
         self.position_bias_init_std = position_bias_init_std
@@ -169,13 +167,13 @@ class AFTMixer(nn.Module):
         if attention_mask is not pair_mask:
             visibility = Visibility.of(attention_mask, may_wait=False)
         longest = longest_row(max(key.shape[1], query.shape[1]), self.max_positions, visibility, state)
-        _, grid_size = self._check_size(longest or 1, grid_size)
+        _, grid_size = self._check_size(1 if longest is None else longest, grid_size)
         project, activation = self.q_proj, self.query_activation
         gate = None if project is None else project(query)
         # The operators apply the sigmoid. Hooks of the module need a call of their own.
-        fused = type(activation) is nn.Sigmoid and not (
-            output_attentions or activation._forward_hooks or activation._forward_pre_hooks
-        )
+        hooks = activation._forward_hooks or activation._forward_pre_hooks
+        hooks = hooks or activation._backward_hooks or activation._backward_pre_hooks
+        fused = type(activation) is nn.Sigmoid and not (output_attentions or hooks)
         gate = gate if gate is None or fused else activation(gate)
         key, value, queries = self.k_proj(key), self.v_proj(value), query.shape[1]
         attentions = context = None
@@ -230,9 +228,8 @@ class AFTMixer(nn.Module):
                     f"got {tuple(attention_mask.shape)}"
                 )
             if attention_mask.dim() == 3 and attention_mask.dtype != torch.bool:
-                raise ValueError(
-                    f"a 3-D attention_mask must be boolean, True where a query sees a key, got {attention_mask.dtype}"
-                )
+                kind = attention_mask.dtype
+                raise ValueError(f"a 3-D attention_mask must be boolean, True where a query sees a key, got {kind}")
             if visibility is not None:
                 raise ValueError("give either attention_mask or visibility, which describes padding as well")
         if self.spatial_dims == 2 and visibility is not None and visibility.is_packed and not visibility.is_shard:
@@ -242,10 +239,11 @@ class AFTMixer(nn.Module):
         if position_ids is not None:
             if self.spatial_dims == 2:
                 raise ValueError("position_ids are for sequences; an AFTConv on a grid takes positions from grid_size")
-            if queries != keys or position_ids.shape not in ((batch, keys), (1, keys)):
+            fits = queries == keys and position_ids.shape in ((batch, keys), (1, keys))
+            if not fits or position_ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(
-                    f"position_ids must be ({batch} or 1, T) for T = {queries} queries and {keys} keys, got "
-                    f"{tuple(position_ids.shape)}"
+                    f"position_ids must be int64, ({batch} or 1, T) for T = {queries} queries and {keys} keys, got "
+                    f"{tuple(position_ids.shape)} of {position_ids.dtype}"
                 )
             # Not on an accelerator, where the host would have to wait for the values.
             if position_ids.device.type == "cpu" and position_ids.numel() > 0:
@@ -334,8 +332,7 @@ class AFTFull(AFTMixer):
 
     def __init__(self, hidden_size: int, max_positions: int, *, position_bias_dim: int | None = 128, **options: Any):
         if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
-            given = f"{max_positions} and {position_bias_dim}"
-            raise ValueError(f"max_positions and position_bias_dim must be greater than 0, got {given}")
+            raise ValueError(f"{max_positions=} and {position_bias_dim=} must be greater than 0")
         super().__init__(hidden_size, **options)
         self.max_positions = max_positions
         if position_bias_dim is None:
@@ -366,10 +363,7 @@ class AFTFull(AFTMixer):
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, None]:
         length = self.max_positions if length is None else length
         if length > self.max_positions:
-            raise ValueError(
-                f"a sequence of {length} positions is longer than the {self.max_positions} positions covered by the "
-                f"biases of {type(self).__name__}"
-            )
+            raise ValueError(f"{length} positions are more than the {self.max_positions} of {type(self).__name__}")
         return length, None
 
 
@@ -386,7 +380,8 @@ class AFTLocal(AFTFull):
         if window_size < 1:
             raise ValueError(f"window_size must be greater than 0, got {window_size}")
         super().__init__(hidden_size, max_positions, **options)
-        self.window, self.state_window = window_size, window_size - 1
+        self.window = min(window_size, max_positions)
+        self.state_window = self.window - 1
 
     def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
         return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
@@ -442,8 +437,7 @@ class AFTConv(AFTMixer):
         self.reset_position_bias()
 
     def reset_position_bias(self) -> None:
-        # Divided by the multiplier m, so that Adam changes the standardized kernel m times as fast, like m gamma and
-        # m beta.
+        # Divided by m, so that Adam changes the standardized kernel m times as fast, like m gamma and m beta.
         init.normal_(self.kernel, mean=0.0, std=self.position_bias_init_std / self.position_bias_multiplier)
         if self.kernel_scale is not None and self.kernel_shift is not None:
             init.zeros_(self.kernel_scale)
@@ -485,8 +479,7 @@ class AFTConv(AFTMixer):
         kernels, hides_outside = self.kernel_bias(), not self.global_connectivity
         if self.spatial_dims == 1:
             return LagKernel(kernels, self.causal, hides_outside)
-        if grid_size is None:
-            raise ValueError("AFTConv on a grid needs grid_size=(rows, columns) to compute its biases, got None")
+        assert grid_size is not None  # `_check_size` returns one
         return GridKernel(kernels, grid_size, hides_outside)
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
@@ -494,11 +487,11 @@ class AFTConv(AFTMixer):
             return super()._check_size(length, None)
         if grid_size is None:
             if length is None:
-                raise ValueError("AFTConv on a grid has no fixed size: position_bias needs grid_size=(rows, columns)")
+                raise ValueError("the biases of an AFTConv on a grid need grid_size=(rows, columns), got None")
             side = round(length**0.5)
             grid_size = (side, side)
         rows, columns = grid_size
-        if length is not None and rows * columns != length:
+        if length is not None and (rows < 0 or rows * columns != length):
             raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: pass a matching grid_size")
         return rows * columns, grid_size
 

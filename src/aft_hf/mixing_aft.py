@@ -5,8 +5,8 @@ Zhai et al., "An Attention Free Transformer" (2021, arXiv 2105.14103) mix positi
 
     Y_t = sum_t' exp(K_t' + w_tt') V_t' / sum_t' exp(K_t' + w_tt')        (Eq. 2, before the query's gate)
 
-element-wise in the features. A `Mixing` holds one such problem. `mix` computes it by an operator of an installed
-aft-hf if the device has one, and otherwise by the portable form (`portable_aft.py`).
+element-wise in the features. `mix` computes it by an operator of an installed aft-hf if the device has one, and
+otherwise by the portable form (`portable_aft.py`).
 """
 
 import math
@@ -325,14 +325,23 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
     Returns:
         (B, T, d) in the dtype of the values; 0 for a query that sees no key.
     """
-    length = problem.length
-    if length == 0:
-        return problem.value.new_zeros(len(problem.value), problem.num_queries or 0, problem.value.shape[-1])
+    value, biases, length = problem.value, problem.biases, problem.length
+    count = length if problem.num_queries is None else problem.num_queries
+    if 0 in (length, count):
+        return value.new_zeros(len(value), count, value.shape[-1])
     if implementation == "reference":
         return reference_mixing(problem)
     seen: Any = problem.visibility
-    if problem.num_queries not in (None, length) or problem.pair_mask is not None or problem.positions is not None:
-        return _pairwise(problem)
+    of_pairs = problem.pair_mask is not None or (problem.positions is not None and biases.ordered)
+    if count != length or of_pairs:
+        if of_pairs or seen is not None or biases.reach is None or torch.compiler.is_exporting():
+            return _pairwise(problem)
+        # In linear time: pad the shorter of queries and keys.
+        longest, pad = max(count, length), torch.nn.functional.pad
+        given = (problem.key, -math.inf), (value, 0.0), (problem.query, 0.0)
+        padded: Any = [x if x is None else pad(x, (0, 0, 0, longest - x.shape[1]), value=y) for x, y in given]
+        problem = replace(problem, key=padded[0], value=padded[1], query=padded[2], num_queries=None)
+        return mix(problem, implementation)[:, :count]
     by_first = seen is not None and seen.first is not None and problem.causal and problem.biases.reach is not None
     if seen is None or (by_first and not (seen.is_packed and torch.compiler.is_exporting())):
         return _mix_whole(problem, implementation)
@@ -408,8 +417,8 @@ def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
 
 
 def without_padding(problem: Mixing) -> tuple[Mixing, tuple[Tensor, Tensor] | None]:
-    """Hide the padding of rows without packed documents, whatever it holds, and move it behind the real tokens if w
-    depends on their order. Return the problem and the order for `with_padding`.
+    """Hide the padding of rows without packed documents, and move it behind the real tokens if w depends on their
+    order. Return the problem and the order for `with_padding`.
     """
     seen: Any = problem.visibility
     hidden, query = ~seen.real.unsqueeze(-1), problem.query

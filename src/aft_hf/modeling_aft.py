@@ -318,6 +318,8 @@ class AFTModel(AFTPreTrainedModel):
                 raise ValueError('pixel_values needs a model with modality="image", got modality="text"')
             use_cache = use_cache and not self.training
             return self._forward_text(input_ids, attention_mask, inputs_embeds, cache, use_cache, **kwargs)
+        if pixel_values is None and input_ids is not None and input_ids.is_floating_point():
+            pixel_values, input_ids = input_ids, None  # given by position, as to a ViT
         if input_ids is not None or inputs_embeds is not None:
             raise ValueError('input_ids or inputs_embeds needs a model with modality="text", got modality="image"')
         if pixel_values is None:
@@ -382,7 +384,7 @@ class AFTModel(AFTPreTrainedModel):
             raise ValueError('a model with modality="text" needs either input_ids or inputs_embeds, not both')
         if input_ids is not None:
             size = max(self.config.vocab_size, getattr(self.embeddings.word_embeddings, "num_embeddings", 0))
-            # On an accelerator, the embedding kernel asserts, and reading would synchronize.
+            # On an accelerator, the kernel asserts, and reading would wait.
             if input_ids.device.type == "cpu" and not is_torchdynamo_compiling() and input_ids.numel() > 0:
                 lowest, highest = read(torch.stack(input_ids.aminmax())) or (0, 0)
                 if lowest < 0 or highest >= size:
@@ -560,10 +562,9 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         return attention_mask[:, -inputs_embeds.shape[1] :]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: raises a NotImplementedError."""
+        """Not supported."""
         raise NotImplementedError(
-            "generate_batch needs pages of keys and values, which an AFT does not have: call generate with a padded "
-            "batch"
+            "generate_batch needs pages of keys and values, which AFT does not have: call generate with a padded batch"
         )
 
 
@@ -751,10 +752,9 @@ HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification
 
 # Trainer, pipelines, model cards and `transformers serve` find the task of a model by its class name.
 modeling_auto.MODEL_MAPPING_NAMES["aft"] = "AFTModel"
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["aft"] = "AFTForCausalLM"
-modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForImageClassification"
-modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForSequenceClassification"
-modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["aft"] = "AFTForTokenClassification"
+_TASKS = "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"
+for _task, _model in zip(_TASKS, HEADS):
+    getattr(modeling_auto, f"MODEL_FOR_{_task}_MAPPING_NAMES")["aft"] = _model.__name__
 
 # Saving a model saves this file and its siblings, wherever the code was loaded from.
 for _model in (AFTModel, AFTBackbone, *HEADS):

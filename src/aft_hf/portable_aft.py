@@ -1,6 +1,6 @@
 """The portable form of Eq. 2: plain PyTorch operations for any device and dtype.
 
-The functions at the end have the arguments of the operators of an installed aft-hf, which compute the same faster.
+The functions at the end have the arguments of the operators of aft-hf, which compute the same faster.
 Everything can be traced, exported and differentiated in every mode: control flow depends on values only where the host
 can read them without waiting.
 
@@ -116,6 +116,9 @@ class Averages(NamedTuple):
         """Return the averages for the sums of exp(K + w) V and exp(K + w), both divided by exp(maximum)."""
         # Smaller ones are those of queries that see no key, or are computed again: their gradients would overflow.
         denominator = nn.functional.threshold(denominator, math.exp(_limit(SMALLEST, denominator)), 1.0)
+        if denominator.requires_grad:  # second derivatives divide by its square
+            scale = denominator.detach()
+            numerator, denominator, maximum = numerator / scale, denominator / scale, maximum + scale.log()
         return cls(numerator / denominator, maximum + denominator.log())
 
     def shifted(self, exponent: Tensor | float) -> "Averages":
@@ -158,8 +161,8 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
 
     A query that sees the large keys not at all, or at small biases, can lose significant terms to underflow. If values
     can be read, blocks with such queries are computed in float64, or averaged by their logits if that loses terms,
-    too. Otherwise all masked blocks are averaged by their logits, and biases without a mask are raised to the largest
-    bias of their row minus `LARGEST_SPAN`.
+    too. Otherwise all masked blocks, and under vmap all on a CPU, are averaged by their logits, and biases without a
+    mask are raised to the largest bias of their row minus `LARGEST_SPAN`.
 
     Args:
         key: (..., T', N, k), -inf where a position is hidden from all queries.
@@ -179,6 +182,8 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     if not masked:
         limit = _limit(LOST, key)
         careful = _ask_now(lambda: relative.amin() < limit if relative.numel() else relative.new_zeros(()), key, bias)
+    if key.device.type == "cpu" and not torch.compiler.is_compiling():
+        careful = careful is not False  # None under vmap
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
     table = relative.clamp_min(-LARGEST_SPAN).exp() if careful is None else floored_exp(relative)
@@ -189,7 +194,9 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
             (denominator.detach() < math.exp(_limit(LOST, key))) & (maximum > EMPTY) & (largest > EMPTY).unsqueeze(-1)
         )
         heads = key.shape[-1]
-        count = read(lost.sum()) or 0
+        count = read(lost.sum())
+        if count is None:  # under vmap
+            return _averages_by_logits(key, value, bias)
         if 0 < count * value.shape[-3] * (value.shape[-1] // heads) <= key.numel():
             *block, query, row, feature = place = lost.nonzero(as_tuple=True)
             logits = bias.expand(*lost.shape[:-3], *bias.shape[-2:])[(*block, query)].double()  # (n, T')
@@ -364,7 +371,7 @@ def tables_by_lag(windows: Tensor, before: int) -> Tensor:
     s - 1, and of the T keys of the queries themselves; 0 outside the window.
     """
     rows, size = windows.shape[-2:]
-    # Row i has its window from column i on: in rows that are longer by one, all windows start in the same column.
+    # Row i has its window from column i on: in rows longer by one, all windows start in the same column.
     padded = nn.functional.pad(windows, (before + 1 - size, rows)).flatten(-2)
     return padded[..., : rows * (before + rows)].unflatten(-1, (rows, before + rows))
 

@@ -171,8 +171,7 @@ class Window(Dense):
         if length == 1 or torch.compiler.is_exporting():
             queries = torch.arange(length, device=self.device).view(1, -1, 1) + start
             return super().between(queries, queries + torch.arange(-reach, 1, device=self.device)).squeeze(-2)
-        # Row i of the table (C, reach + C) of a chunk has its window from column i on. In rows that are longer by one,
-        # the windows of all rows start in the first column.
+        # Row i of a table has its window from column i on: in rows longer by one, all start in the first column.
         chunks = (length + size - 1) // size
         positions = torch.arange(chunks * size, device=self.device).view(1, chunks, size) + start
         tables = super().between(positions, positions[..., :1] + torch.arange(-reach, size, device=self.device))
@@ -214,34 +213,21 @@ class LagKernel(PositionBias):
 class GridKernel(PositionBias):
     """A learned w for each offset within an s x s kernel on a grid in raster order, 0 or hidden outside (Eq. 6)."""
 
-    kernels: Tensor  # (h, s, s): entry (i, j) is w for a key i - s // 2 rows below, j - s // 2 columns right
+    kernels: Tensor  # (h, s or 1, s): entry (i, j) is w for a key i - s // 2 rows below, j - s // 2 columns right
     grid_size: tuple[int, int]
     hides_outside: bool = False
 
     ordered = False
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        rows, columns = self.grid_size
+        (rows, columns), (height, width) = self.grid_size, self.kernels.shape[1:]
         last = rows * columns - 1
         queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
-        down, right = keys // columns - queries // columns, keys % columns - queries % columns
-        return self.by_offset()[:, down + rows - 1, right + columns - 1].movedim(0, -3)
-
-    def by_offset(self) -> Tensor:
-        """w by the offset from query to key: (h, 2 rows - 1, 2 columns - 1), 0 in the middle."""
-        rows, columns = self.grid_size
-        offsets = nn.functional.pad(self.kernels, (columns - 1, columns - 1, rows - 1, rows - 1), value=self.outside)
-        top, left = (size // 2 for size in self.kernels.shape[1:])
-        return offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]
-
-    def dense(self, length: int) -> Tensor:
-        if torch.compiler.is_exporting():  # any grid
-            return super().dense(length)
-        rows, columns = self.grid_size
-        # Ordered by columns of query and key first, the entries of a query are a window, copied in long runs.
-        by_column = self.by_offset().unfold(2, columns, 1).flip(2).transpose(1, 2).flatten(2)
-        windows = [by_column[..., row * columns :][..., :length] for row in reversed(range(rows))]
-        return torch.stack(windows, 1).flatten(1, 2)
+        row = keys // columns - queries // columns + height // 2
+        column = keys % columns - queries % columns + width // 2
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        bias = self.kernels[:, row.clamp(0, height - 1), column.clamp(0, width - 1)]
+        return bias.masked_fill(~inside, self.outside).movedim(0, -3)
 
 
 __all__ = ["Dense", "GridKernel", "LagKernel", "LinearDecay", "NoBias", "PositionBias", "Window"]
