@@ -253,7 +253,7 @@ class AFTMixer(nn.Module):
                 self._check_size(1 if highest is None else highest + 1, None)
         if state is not None:
             if not self.causal or key is not query or position_ids is not None:
-                raise ValueError("a state needs a causal mixer, and one input without position_ids")
+                raise ValueError("a state needs causal=True, and one input without position_ids")
             if attention_mask is not None and attention_mask.dim() != 2:
                 raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
             state.check_batch_size(batch)
