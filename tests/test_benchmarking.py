@@ -84,9 +84,12 @@ def test_language_models_take_training_steps_at_their_own_length(saved, quick, r
     ("words", "said"),
     [
         (["gpt2", "--length", "65"], "gpt2: cannot be measured"),
-        (["gpt2", "vit"], "vit: cannot be measured (it reads images, not texts; give --image-size, and only models"),
-        (["vit", "--length", "8"], "vit: cannot be measured (it reads images, not texts; give --image-size"),
-        (["gpt2", "--image-size", "8"], "gpt2: cannot be measured (it reads texts, not images; give --length"),
+        (["gpt2", "vit"], "vit: cannot be measured (it reads images: give --image-size, and no models of text)"),
+        (["vit", "--length", "8"], "vit: cannot be measured (it reads images: give --image-size"),
+        (
+            ["gpt2", "--image-size", "8"],
+            "gpt2: cannot be measured (it reads text: give --length, and no models of images)",
+        ),
         (["vit", "--length", "8", "--image-size", "32"], "not both"),
         (["nothing"], "nothing: no such directory"),
     ],

@@ -384,13 +384,13 @@ def test_the_implicit_attention_times_values_is_the_gated_average(structure, kin
 # ------------------------------------------------------------------------------------------------------ wrong inputs
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(30, 34), (34, 30), (1, 34), (0, 5), (5, 0)])
+@pytest.mark.parametrize(("queries", "keys"), [(33, 35), (35, 33), (1, 34), (34, 1), (0, 5), (5, 0)])
 @structures(TYPICAL_SEQUENCES)
-def test_queries_of_another_length_than_the_keys_take_linear_time(structure, queries, keys, monkeypatch):
+def test_about_as_many_queries_as_keys_take_no_table_of_pairs(structure, queries, keys, monkeypatch):
     mixer, reference = build(structure), build(structure, dtype=torch.float64)
     reference.implementation = "reference"
     inputs = [torch.randn(2, n, WIDTH, requires_grad=True) for n in (queries, keys)]
-    if mixer.biases(inputs[0]).reach is not None:
+    if mixer.causal or (mixer.biases(inputs[0]).reach is not None and min(queries, keys) >= 32):
         monkeypatch.setattr(mixing_aft, "_pairwise", None)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     output, expected = (m(x, y, y) for m, (x, y) in ((mixer, inputs), (reference, doubles)))

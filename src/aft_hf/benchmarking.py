@@ -98,8 +98,12 @@ def build_call(source: str, *, size: Size, batch_size: int, training: bool, bf16
     torch.manual_seed(0)
     unit = "px" if model.main_input_name == "pixel_values" else "tokens"
     if size and size[1] != unit:
-        kinds = "images, not texts; give --image-size" if unit == "px" else "texts, not images; give --length"
-        raise ValueError(f"it reads {kinds}, and only models that read the same")
+        kinds = (
+            "images: give --image-size, and no models of text"
+            if unit == "px"
+            else "text: give --length, and no models of images"
+        )
+        raise ValueError(f"it reads {kinds}")
     if unit == "px":
         side = size[0] if size else max(pair(getattr(config, "image_size", 224)))
         pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), side, side, device=model.device)
@@ -160,13 +164,16 @@ def keep_freed_memory() -> None:
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function in a new process, which Ctrl-C ends without a traceback of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        before = {*multiprocessing.active_children()}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
             result = process.submit(function, *arguments)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
             return result.result()
         except KeyboardInterrupt:
-            for child in multiprocessing.active_children():
+            for child in {*multiprocessing.active_children()} - before:
                 child.kill()
             raise
 

@@ -214,7 +214,7 @@ class AFTLayerState(CacheLayerMixin):
         self.cumulative_length += length  # in place if it is a tensor
 
     def tokens_after(self, length: int, limit: int) -> int:
-        """Number of tokens of the longest row after `length` more, to be compared with a `limit` of positions."""
+        """Return the tokens of the longest row after `length` more, for a `limit` of positions."""
         if self.is_compileable:  # `AFTModel.new_cache` has compared `max_length` with the limit
             return length
         tokens = self.cumulative_length + length

@@ -287,7 +287,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         return size[0] // self.grid_stride[0], size[1] // self.grid_stride[1]
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
-        """The plan for `tp_plan="auto"`: mixers are split by features only if all features share one position bias."""
+        """The plan for `tp_plan="auto"`: mixers are split by features if all features share one position bias."""
         plan = {"layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise"}
         types = set(self.layer_aft_types)
         one_bias = types == {"simple"} or (self.num_heads == 1 and "conv" not in types)
@@ -300,7 +300,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @property
     def max_positions(self) -> int:
-        """Number of positions in the learned tables: `max_position_embeddings`, or the patches and the class token."""
+        """Positions of the learned tables: `max_position_embeddings`, or the patches and the class token."""
         if self.modality == "text":
             return self.max_position_embeddings
         rows, columns = self.grid_size

@@ -91,7 +91,7 @@ class AFTMixer(nn.Module):
 
     def train(self, mode: bool = True) -> "AFTMixer":
         super().train(mode)
-        # Loading a model and `eval` call this function, while values can be read.
+        # Loading a model calls this function, while values can be read.
         parameter = next(self.parameters(recurse=False), None)
         plain = type(parameter) is nn.Parameter and parameter.device.type != "meta"
         self.is_wide = not mode and plain and self.spans(LARGEST_SPAN)
@@ -242,8 +242,8 @@ class AFTMixer(nn.Module):
             fits = queries == keys and position_ids.shape in ((batch, keys), (1, keys))
             if not fits or position_ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(
-                    f"position_ids must be int64, ({batch} or 1, T) for T = {queries} queries and {keys} keys, got "
-                    f"{tuple(position_ids.shape)} of {position_ids.dtype}"
+                    f"position_ids must be int64 or int32, ({batch} or 1, T) for {queries} queries and {keys} keys, "
+                    f"got {tuple(position_ids.shape)} of {position_ids.dtype}"
                 )
             # Not on an accelerator, where the host would have to wait for the values.
             if position_ids.device.type == "cpu" and position_ids.numel() > 0:
@@ -331,8 +331,9 @@ class AFTFull(AFTMixer):
     learned: tuple[str, ...] = "position_bias_query", "position_bias_key"
 
     def __init__(self, hidden_size: int, max_positions: int, *, position_bias_dim: int | None = 128, **options: Any):
-        if max_positions < 1 or (position_bias_dim is not None and position_bias_dim < 1):
-            raise ValueError(f"{max_positions=} and {position_bias_dim=} must be greater than 0")
+        for name, size in (("max_positions", max_positions), ("position_bias_dim", position_bias_dim)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be greater than 0, got {size}")
         super().__init__(hidden_size, **options)
         self.max_positions = max_positions
         if position_bias_dim is None:
@@ -390,8 +391,8 @@ class AFTLocal(AFTFull):
 class AFTConv(AFTMixer):
     """AFT-conv (Eq. 6): relative position biases, with one kernel and one key per head.
 
-    The kernels are re-parameterized (Eq. 8): w = m (gamma (k - mean(k)) / std(k) + beta) for each head, with gamma =
-    beta = 0 at the start, so a new layer begins as AFT-simple. m is 1 in the paper.
+    The kernels are re-parameterized (Eq. 8): w = m (gamma (k - mean(k)) / std(k) + beta) for each head. gamma and beta
+    are 0 at the start, so a new layer begins as AFT-simple.
 
     Args:
         hidden_size: width d.
@@ -479,7 +480,8 @@ class AFTConv(AFTMixer):
         kernels, hides_outside = self.kernel_bias(), not self.global_connectivity
         if self.spatial_dims == 1:
             return LagKernel(kernels, self.causal, hides_outside)
-        assert grid_size is not None  # `_check_size` returns one
+        if grid_size is None:
+            raise ValueError("AFTConv on a grid needs grid_size=(rows, columns), got None")
         return GridKernel(kernels, grid_size, hides_outside)
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
@@ -487,11 +489,11 @@ class AFTConv(AFTMixer):
             return super()._check_size(length, None)
         if grid_size is None:
             if length is None:
-                raise ValueError("the biases of an AFTConv on a grid need grid_size=(rows, columns), got None")
+                return 0, None  # an error of `biases`
             side = round(length**0.5)
             grid_size = (side, side)
         rows, columns = grid_size
-        if length is not None and (rows < 0 or rows * columns != length):
+        if min(rows, columns) < 0 or length not in (None, rows * columns):
             raise ValueError(f"{length} positions do not fill a grid of {rows} x {columns}: pass a matching grid_size")
         return rows * columns, grid_size
 

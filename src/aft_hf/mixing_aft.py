@@ -264,13 +264,13 @@ class Mixing:
 
 # -------- which form
 
-# The namespace of the operators of an installed aft-hf, which `aft_hf.kernels.operators` describes.
+# The namespace of the operators of aft-hf, which `aft_hf.kernels.operators` describes.
 OPERATORS = "aft_hf_v2"
 
 # Bidirectional windows of more chunks than this are computed by running sums; for fewer, a table is faster.
 FEW_CHUNKS = 16
 
-# Whether an imported aft-hf has an operator for a type of device: what `provides` has found.
+# What `provides` has found.
 _provided: dict[tuple[str, str], bool] = {}
 
 
@@ -334,15 +334,16 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
     seen: Any = problem.visibility
     of_pairs = problem.pair_mask is not None or (problem.positions is not None and biases.ordered)
     if count != length or of_pairs:
-        if of_pairs or seen is not None or biases.reach is None or torch.compiler.is_exporting():
+        few = not problem.causal and (biases.reach is None or min(count, length) < CHUNK_SIZE)
+        if of_pairs or few or seen is not None or torch.compiler.is_exporting():
             return _pairwise(problem)
-        # In linear time: pad the shorter of queries and keys.
-        longest, pad = max(count, length), torch.nn.functional.pad
+        # Pad the shorter of queries and keys. Later keys, which no query of a causal problem sees, are cut off.
+        longest, pad = count if problem.causal else max(count, length), torch.nn.functional.pad
         given = (problem.key, -math.inf), (value, 0.0), (problem.query, 0.0)
         padded: Any = [x if x is None else pad(x, (0, 0, 0, longest - x.shape[1]), value=y) for x, y in given]
         problem = replace(problem, key=padded[0], value=padded[1], query=padded[2], num_queries=None)
         return mix(problem, implementation)[:, :count]
-    by_first = seen is not None and seen.first is not None and problem.causal and problem.biases.reach is not None
+    by_first = seen is not None and seen.first is not None and problem.causal and biases.reach is not None
     if seen is None or (by_first and not (seen.is_packed and torch.compiler.is_exporting())):
         return _mix_whole(problem, implementation)
     if seen.is_packed:
@@ -352,7 +353,7 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
 
 
 def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
-    """Compute rows that are whole sequences, or causal ones with `first`, by the function for the structure of w."""
+    """Compute whole sequences, or causal ones with `first`, by the function for the structure of w."""
     biases: Any = problem.biases
     query, key, value = problem.query, problem.key, problem.value
     if problem.causal and biases.reach is not None:
@@ -399,7 +400,7 @@ def _pairwise(problem: Mixing) -> Tensor:
 
 
 def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
-    """Compute packed documents as rows of their own, documents of about the same length in one batch."""
+    """Compute packed documents as rows of their own, those of about the same length in one batch."""
     seen: Any = problem.visibility
     if (rows := seen.rows) is None:
         return _pairwise(problem)

@@ -14,8 +14,7 @@ from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -229,6 +228,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     config: AFTConfig
     base_model_prefix = "aft"
     input_modalities: list[str] = ["text", "image"]
+    adds_entropy = False  # True if the caller adds the entropy (Eq. 9) to a loss of its own
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = True
@@ -256,7 +256,7 @@ class AFTPreTrainedModel(PreTrainedModel):
 
 
 class AFTModel(AFTPreTrainedModel):
-    """The bare AFT model: embeddings of tokens or patches, as `config.modality` says, layers, and a layer norm."""
+    """The bare AFT model: embeddings of tokens or patches, layers, and a layer norm."""
 
     embeddings: Any  # `AFTTextEmbeddings` or `AFTImageEmbeddings`, which FSDP may wrap in a module
 
@@ -405,7 +405,7 @@ class AFTModel(AFTPreTrainedModel):
         return min(limits) if limits else None
 
     def new_cache(self, max_length: int | None = None) -> AFTCache:
-        """Return an empty cache: a static one for sequences of up to `max_length` tokens, or a dynamic one."""
+        """Return an empty cache: a static one for up to `max_length` tokens, or a dynamic one."""
         limit = self.max_length
         if max_length is not None and limit is not None and max_length > limit:
             raise ValueError(f"a static cache of {max_length} tokens is longer than max_position_embeddings={limit}")
@@ -523,14 +523,9 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(  # type: ignore[override]  # transformers declares a bool and returns None
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        """Create the cache for `generate`, and lower `max_length` to what the learned positions support."""
+        """Create the cache for `generate`, and lower `max_length` to the learned positions."""
         padding = 0
         if (limit := self.aft.max_length) is not None:
             # Padding takes no positions in a cache: the longest row decides.
@@ -673,7 +668,7 @@ class AFTForTokenClassification(TextClassifier, GenericForTokenClassification):
 
 
 class AFTBackbone(BackboneMixin, AFTModel):
-    """AFT backbone for detection and segmentation models (`AutoBackbone`), for a config with `modality="image"`."""
+    """AFT backbone of detection and segmentation models, for a config with `modality="image"`."""
 
     main_input_name = "pixel_values"
     input_modalities = ["image"]
@@ -714,7 +709,7 @@ class AFTBackbone(BackboneMixin, AFTModel):
 
 def entropy_for_loss(model: Any, labels: Tensor | None) -> Tensor | None:
     """Return the entropy of the position biases, and warn once if training does not add it to the loss."""
-    entropy, is_added = model.aft.position_bias_entropy(), labels is not None or hasattr(model, "adds_entropy")
+    entropy, is_added = model.aft.position_bias_entropy(), labels is not None or model.adds_entropy
     if not is_added and entropy is not None and entropy.requires_grad and model.training:
         logger.warning_once(
             f"position_bias_entropy_weight={model.config.position_bias_entropy_weight} has no effect without labels: "
@@ -750,7 +745,7 @@ def share_of_step(
 
 HEADS = (AFTForCausalLM, AFTForImageClassification, AFTForSequenceClassification, AFTForTokenClassification)
 
-# Trainer, pipelines, model cards and `transformers serve` find the task of a model by its class name.
+# Trainer, pipelines and `transformers serve` find the task of a model by its class name.
 modeling_auto.MODEL_MAPPING_NAMES["aft"] = "AFTModel"
 _TASKS = "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"
 for _task, _model in zip(_TASKS, HEADS):

@@ -116,7 +116,7 @@ class Averages(NamedTuple):
         """Return the averages for the sums of exp(K + w) V and exp(K + w), both divided by exp(maximum)."""
         # Smaller ones are those of queries that see no key, or are computed again: their gradients would overflow.
         denominator = nn.functional.threshold(denominator, math.exp(_limit(SMALLEST, denominator)), 1.0)
-        if denominator.requires_grad:  # second derivatives divide by its square
+        if denominator.requires_grad and not torch.compiler.is_exporting():  # second derivatives divide by its square
             scale = denominator.detach()
             numerator, denominator, maximum = numerator / scale, denominator / scale, maximum + scale.log()
         return cls(numerator / denominator, maximum + denominator.log())
@@ -161,8 +161,8 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
 
     A query that sees the large keys not at all, or at small biases, can lose significant terms to underflow. If values
     can be read, blocks with such queries are computed in float64, or averaged by their logits if that loses terms,
-    too. Otherwise all masked blocks, and under vmap all on a CPU, are averaged by their logits, and biases without a
-    mask are raised to the largest bias of their row minus `LARGEST_SPAN`.
+    too. Otherwise all masked blocks are averaged by their logits, and biases without a mask are raised to the largest
+    bias of their row minus `LARGEST_SPAN`.
 
     Args:
         key: (..., T', N, k), -inf where a position is hidden from all queries.
@@ -182,8 +182,6 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     if not masked:
         limit = _limit(LOST, key)
         careful = _ask_now(lambda: relative.amin() < limit if relative.numel() else relative.new_zeros(()), key, bias)
-    if key.device.type == "cpu" and not torch.compiler.is_compiling():
-        careful = careful is not False  # None under vmap
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
     table = relative.clamp_min(-LARGEST_SPAN).exp() if careful is None else floored_exp(relative)
@@ -195,7 +193,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
         )
         heads = key.shape[-1]
         count = read(lost.sum())
-        if count is None:  # under vmap
+        if count is None:  # vmap
             return _averages_by_logits(key, value, bias)
         if 0 < count * value.shape[-3] * (value.shape[-1] // heads) <= key.numel():
             *block, query, row, feature = place = lost.nonzero(as_tuple=True)

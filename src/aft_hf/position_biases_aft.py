@@ -220,14 +220,18 @@ class GridKernel(PositionBias):
     ordered = False
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        (rows, columns), (height, width) = self.grid_size, self.kernels.shape[1:]
-        last = rows * columns - 1
-        queries, keys = queries.clamp(0, last)[..., :, None], keys.clamp(0, last)[..., None, :]
-        row = keys // columns - queries // columns + height // 2
-        column = keys % columns - queries % columns + width // 2
-        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        bias = self.kernels[:, row.clamp(0, height - 1), column.clamp(0, width - 1)]
-        return bias.masked_fill(~inside, self.outside).movedim(0, -3)
+        length = math.prod(self.grid_size)
+        queries, keys = (x.clamp(0, length - 1) for x in (queries, keys))
+        return self.dense(length)[:, queries[..., :, None], keys[..., None, :]].movedim(0, -3)
+
+    def dense(self, length: int) -> Tensor:
+        rows, columns = self.grid_size
+        offsets = nn.functional.pad(self.kernels, (columns - 1, columns - 1, rows - 1, rows - 1), value=self.outside)
+        top, left = (size // 2 for size in self.kernels.shape[1:])
+        offsets = offsets[:, top : top + 2 * rows - 1, left : left + 2 * columns - 1]  # w by the offset to the key
+        places = ((torch.arange(n, device=self.device), n) for n in self.grid_size)
+        down, right = (x - x[:, None] + n - 1 for x, n in places)
+        return offsets[:, :, right][:, down].transpose(2, 3).flatten(3).flatten(1, 2)
 
 
 __all__ = ["Dense", "GridKernel", "LagKernel", "LinearDecay", "NoBias", "PositionBias", "Window"]

@@ -173,10 +173,10 @@ def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, mo
     ("name", "kind", "options", "message"),
     [
         ("vit", "biases", [], "is a vit, not an AFT"),
-        ("image", "attention", [], "needs a ViT, DeiT or BEiT, got aft; for an AFT, give the kind biases or keys"),
+        ("image", "attention", [], "needs a ViT, DeiT or BEiT, got aft; give the kind biases or keys"),
         ("image", "biases", ["--images", "images", "--text", "a"], "--images needs the kind attention or keys"),
         ("vit", "attention", ["--values", "w", "--text", "a"], "--values needs the kind biases, --text"),
-        ("text", "losses", ["--layers", "1", "--heads", "16"], "--layers needs the kind biases, attention or keys"),
+        ("text", "losses", ["--layers", "1", "--heads", "16"], "--layers needs the kind biases or attention or keys"),
         ("image", "keys", ["--images", "images", "--num-images", "2"], "--num-images needs the kind attention"),
         ("image", "keys", ["--images", "images", "--text", "a"], "--text needs a model of text"),
         ("text", "keys", ["--images", "images", "--text", "a"], "--images needs a model of images"),

@@ -158,13 +158,6 @@ def test_parquet_files_of_several_splits_are_not_joined(tmp_path, names, of_spli
     assert {*load_local(tmp_path, joined=of_splits)["text"]} == {*names}
 
 
-def test_files_in_a_folder_that_names_its_split_are_all_of_that_split(tmp_path):
-    (tmp_path / "train").mkdir()
-    for name in ("station_test", "val_thorens"):
-        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "train" / f"{name}.parquet")
-    assert len(load_local(tmp_path / "train")) == 2
-
-
 @pytest.mark.parametrize("split", ["train", "val", "Test"])
 @pytest.mark.parametrize("outer", ["", "deep/"])
 def test_a_folder_of_splits_is_refused(folder, outer, split):

@@ -78,7 +78,7 @@ TRAINERS = "This model card has been generated automatically according to the in
         ("Gr\xfc\xdfe", True),
         ("---\ntags:\n- generated_from_trainer\n---\n# Completed\n", True),
         ("---\nlicense: mit\n---\n", True),
-        ("---\ndatasets: [mine]\n---\n", True),
+        ("---\ndatasets: [mine]\nlicense: null\n---\n", False),
         ("---\ntags:\n- aft\n---\n", False),
         ("", False),
         (f"# outputs\n<!-- {TRAINERS} -->", False),
@@ -90,7 +90,7 @@ def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, 
     commits = hub.repositories["me/tiny"].commits
     commits.append(commits[-1] | {"README.md": theirs.encode("latin-1")})
     if is_lost:
-        keep = "give --license" if theirs.endswith("mit\n---\n") else "download it into .*tiny"
+        keep = "give --license" if theirs == "---\nlicense: mit\n---\n" else "download it into .*tiny"
         with pytest.raises(PublishError, match=rf"not written by aft-hf.* lost; {keep}.*nothing was committed"):
             send()
         assert len(commits) == 3
@@ -100,6 +100,16 @@ def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, 
         (prepared / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")  # a user's card needs no download
     send()
     assert_whole(hub, prepared, commits=4)
+
+
+def test_a_license_on_the_hub_may_be_changed(send, hub, prepared):
+    send()
+    card = prepared / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1))
+    commits = hub.repositories["me/tiny"].commits
+    commits.append(commits[-1] | {"README.md": b"---\nlicense: mit\n---\n"})
+    send()
+    assert b"license: apache-2.0" in commits[-1]["README.md"]
 
 
 def test_a_card_in_another_encoding_is_named(send, prepared):

@@ -147,6 +147,10 @@ def test_the_recipe_orders_the_classes_and_names_those_that_are_numbers(tmp_path
         renamed = TASKS["images"](build_recipe(images_recipe(tmp_path, images) | {"model": named}))
     assert renamed.config_values["label2id"] == {"ruby": 0, "ink": 1, "snow": 2}
     assert "renames the classes: dark is ruby, light is ink, red is snow" in log.out
+    for wrong in (["Dark", "Light", "Red"], ["ruby", "ink", "red"]):  # the order of which is not known
+        named["id2label"] = dict(enumerate(wrong))
+        with pytest.raises(ValueError, match="give exactly these names, or a new one for each"):
+            TASKS["images"](build_recipe(images_recipe(tmp_path, images) | {"model": named}))
     with pytest.raises(ValueError, match=r"model.id2label: must map each class number to its name"):
         TASKS["images"](build_recipe(folders | {"model": model | {"id2label": {"zero": 0}}}))
 

@@ -184,6 +184,8 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
         assert evaluate_classifier(model, processor_for(16), data) == pytest.approx(expected, rel=1e-4)
     told = "matched by number: the data has the 7 classes ['tree 0',", "the model 7: ['LABEL_0',"
     assert all(part in log.out for part in told)
+    declared = labelled(images, [f"tree {i}" for i in range(CLASSES + 1)])  # of which the last one does not occur
+    assert evaluate_classifier(model, processor_for(16), declared) == pytest.approx(expected, rel=1e-4)
     model.config.id2label = {i: f"animal {i}" for i in range(CLASSES)}
     animals = [f"animal {i}" for i in range(CLASSES)]
     declared = labelled(images, [*animals, "tree"])  # which does not occur, as after a filter
@@ -193,7 +195,8 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
     ):
         evaluate_classifier(model, processor_for(16), data)
     with pytest.raises(ValueError, match=r"the data has the 8 classes \[.*, the model 7"):
-        evaluate_classifier(model, processor_for(16), labelled(images, [str(i) for i in range(CLASSES + 1)]))
+        more = {"image": images["image"], "label": [CLASSES, *images["label"][1:]]}
+        evaluate_classifier(model, processor_for(16), labelled(more, [str(i) for i in range(CLASSES + 1)]))
     for names in (["0", "7"], ["3", "03"]):  # there is no class 7, and 3 has a name already
         data = labelled({"image": images["image"][:2], "label": [0, 1]}, names)
         with pytest.raises(ValueError, match=rf"labels that are not among the 7 classes: \['{names[1]}'\]"):

@@ -39,8 +39,8 @@ KINDS = (
     "(Figures 9 to 12) or a text. losses: losses of a training run."
 )
 # Options, and the kinds that use them.
-OF_KINDS = {"values": "biases", "num_images": "attention", "images": "attention or keys", "text": "keys"}
-OF_KINDS |= dict.fromkeys(("layers", "heads"), "biases, attention or keys")
+OF_KINDS = {"values": ("biases",), "num_images": ("attention",), "images": ("attention", "keys"), "text": ("keys",)}
+OF_KINDS |= dict.fromkeys(("layers", "heads"), ("biases", "attention", "keys"))
 
 
 def visualize_command(
@@ -61,7 +61,8 @@ def visualize_command(
     paths = out or [Path(f"{kind}.png")]
     for path in paths:
         check_path(path)
-    refuse_unused(context, {name: f"the kind {kinds}" for name, kinds in OF_KINDS.items() if kind not in kinds})
+    unused = {name: kinds for name, kinds in OF_KINDS.items() if kind not in kinds}
+    refuse_unused(context, {name: f"the kind {' or '.join(kinds)}" for name, kinds in unused.items()})
     if kind == "losses":
         figure = _losses(checkpoint)
     elif kind == "attention":
@@ -135,8 +136,8 @@ def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProces
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
     kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type  # of timm: None
     if kind not in (None, "beit", *MODEL_TYPES):
-        needs = "the kind attention needs a ViT, DeiT or BEiT"
-        raise ValueError(f"{checkpoint}: {needs}, got {kind}; for an AFT, give the kind biases or keys")
+        instead = "; give the kind biases or keys" if kind == "aft" else ""
+        raise ValueError(f"{checkpoint}: the kind attention needs a ViT, DeiT or BEiT, got {kind}{instead}")
     if kind == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)

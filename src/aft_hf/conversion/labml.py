@@ -58,7 +58,7 @@ def convert_labml(
         ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
         ValueError: `hidden_act` is unknown.
     """
-    AFTConfig(hidden_act=hidden_act)  # raises the ValueError
+    AFTConfig(hidden_act=hidden_act)  # an unknown one is not a fault of the weights
     with explained("the weights are not those of labml's AFT-local", ConversionError):
         has_masks = any(re.fullmatch(rf"(encoder\..+\.)?{MASK}", str(name)) for name in state_dict)
         if not has_masks or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):

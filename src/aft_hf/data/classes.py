@@ -69,10 +69,15 @@ def _number(label: str) -> str:
     return str(int(NUMBER.sub(r"\1", label)))
 
 
+def number_of(label: str) -> int:
+    """Return the number in a label such as "007" or "LABEL_7"."""
+    return int(NUMBER.sub(r"\1", label))
+
+
 def by_number(labels: Sequence[str], count: int) -> list[str]:
     """Return labels such as "007" or "LABEL_7" at their numbers 0 .. count - 1, and "" where there is none.
 
     Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
     """
-    known = {int(NUMBER.sub(r"\1", label)): label for label in reversed(labels)}
+    known = {number_of(label): label for label in reversed(labels)}
     return [known.get(number, "") for number in range(count)]

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
 from ..errors import explained, shortened
-from .classes import are_names, by_number
+from .classes import are_names, by_number, number_of
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
 
@@ -44,6 +44,11 @@ class ImagePipeline:
         return pixel_values(self.processor, [image])[0]
 
 
+def unique_labels(dataset: Dataset, column: str) -> list[Any]:
+    """Return the labels that occur in a column, without a copy of the other columns."""
+    return dataset.select_columns(column).unique(column)
+
+
 def class_names(dataset: Dataset, column: str) -> list[str]:
     """Return the names of the classes, in the order of their numbers.
 
@@ -53,7 +58,7 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return feature.names
-    labels = dataset.unique(column) if isinstance(feature, Value) else [feature]
+    labels = unique_labels(dataset, column) if isinstance(feature, Value) else [feature]
     # A larger number, such as a timestamp, would create as many class names.
     if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
@@ -74,7 +79,7 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     """
     names, feature = class_names(dataset, column), dataset.features[column]
     are_integers = isinstance(feature, Value) and "int" in feature.dtype
-    if are_integers and len(names) > 2 * len(found := dataset.unique(column)):  # they may be ids
+    if are_integers and len(names) > 2 * len(found := unique_labels(dataset, column)):  # they may be ids
         logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {len(found)} occur")
     if sorted(names) == sorted(of_model):
         return [*of_model], [*of_model]
@@ -94,14 +99,15 @@ def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[s
         wanted = [str(id2label[number]) for number in sorted(id2label, key=lambda number: int(str(number)))]
     if sorted(wanted) == sorted(names):
         return wanted, wanted if labels == names else labels
-    numbered = [] if are_names(labels) else by_number(labels, MOST_LABELS)
-    ordered = [label for label in numbered if label] or labels
-    if len({*wanted}) != len(wanted) or len(wanted) != len(ordered) or (not numbered and {*wanted} & {*labels}):
+    by_names, plain = are_names(labels), [str(i) for i in range(len(labels))]
+    ordered = labels if by_names else sorted(labels, key=number_of)
+    is_mixed = by_names and {name.casefold() for name in wanted} & {label.casefold() for label in labels}
+    if len({*wanted}) != len(wanted) or len(wanted) != len(labels) or is_mixed:
         raise ValueError(
-            f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; give a name for each, or leave "
-            "it out"
+            f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; give exactly these names, or a "
+            "new one for each, or leave it out"
         )
-    if ordered != numbered[: len(ordered)]:
+    if ordered != plain:
         renamed = ", ".join(f"{label} is {name}" for label, name in zip(ordered, wanted))
         logger.warning(f"model.id2label renames the classes: {shortened(renamed)}")
     return wanted, ordered
@@ -113,9 +119,10 @@ def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dic
     Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
     ValueError is raised if the data has classes that the model does not have.
     """
-    given, feature = class_names(dataset, column), dataset.features[column]
-    declared = isinstance(feature, ClassLabel)  # also classes that do not occur
-    occurring = {given[label] for label in dataset.unique(column) if label in range(len(given))} if declared else given
+    given = occurring = class_names(dataset, column)
+    if isinstance(dataset.features[column], ClassLabel):  # which may declare classes that do not occur
+        numbers = sorted({*unique_labels(dataset, column)} & {*range(len(given))})
+        given, occurring = given[: numbers[-1] + 1] if numbers else given, [given[number] for number in numbers]
     if not (unknown := sorted({*occurring} - {*of_model})):
         return class_numbers(dataset, column, of_model)
     if are_names(given) and are_names(of_model):
@@ -142,7 +149,7 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
 
     Labels are compared by name, so a `ClassLabel` may number the classes in another order.
     """
-    feature, labels = dataset.features[column], dataset.unique(column)
+    feature, labels = dataset.features[column], unique_labels(dataset, column)
     known = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}  # a missing label is -1
     own = {label: known.get(label, str(label)) for label in labels}
     numbers = {name: number for number, name in enumerate(names)}

@@ -133,7 +133,6 @@ def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) 
         return _image_rows(path, files, labeled)
     if suffix not in FORMATS:
         raise ValueError(f"{path}: give a folder of images or a file that ends in one of {', '.join(FORMATS)}")
-    joined = joined or path.name.lower() in SPLITS
     of_splits = {_split(file.relative_to(path)): file for file in files if not joined}
     of_splits.pop(None, None)
     if len(of_splits) > 1:
@@ -237,7 +236,7 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
 
 def refuse_inside(output_dir: str, *data: str | None) -> None:
     """Raise a ValueError if an output directory lies in a folder of data: the next run would read its files."""
-    for path in map(Path, filter(None, {*data} - {GENERATED})):
+    for path in map(Path, filter(None, data)):
         if path.is_dir() and Path(output_dir).resolve().is_relative_to(path.resolve()):
             raise ValueError(
                 f"{output_dir}: lies in the data, {path}, so the next run would read its files; give another output "

@@ -165,23 +165,23 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     dtype: str = "uint8"  # of the tokens in the file
 
     def __post_init__(self) -> None:
-        self.size, length = np.dtype(self.dtype).itemsize, self.seq_len  # bytes of a token, tokens of a window
-        self.start, self.stop = self.span or (0, os.path.getsize(self.path) // self.size)
-        self.step = length if self.stride is None else self.stride
-        if not 0 < self.step <= length:
-            raise ValueError(f"the stride of windows of {length} tokens must be in 1 .. {length}, got {self.step}")
+        self.token_bytes, length = np.dtype(self.dtype).itemsize, self.seq_len
+        self.start, self.stop = self.span or (0, os.path.getsize(self.path) // self.token_bytes)
+        self.every = length if self.stride is None else self.stride
+        if not 0 < self.every <= length:
+            raise ValueError(f"the stride of windows of {length} tokens must be in 1 .. {length}, got {self.every}")
         self.predicted = self.stop - self.start - 1  # all but the first token
         if self.predicted < (1 if self.seed is None else length):
             count, unit = self.stop - self.start, "bytes" if self.dtype == "uint8" else "tokens"
             raise ValueError(f"{self.path}: {count} {unit} are too few for windows of seq_len={length} {unit}")
         if self.seed is None:
-            self.windows = 1 + max(0, -(-(self.predicted - length) // self.step))
+            self.windows = 1 + max(0, -(-(self.predicted - length) // self.every))
         else:
             self.windows = max(1, (self.predicted - length + 1) // length)  # leaves room for the offset
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bytes of the tokens."""
-        return sum_file(self.path, (self.start * self.size, self.stop * self.size))
+        return sum_file(self.path, (self.start * self.token_bytes, self.stop * self.token_bytes))
 
     def __len__(self) -> int:
         return self.windows if self.limit is None else min(self.windows, self.limit)
@@ -189,7 +189,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
         if self.seed is None:
             number = cast(int, key)
-            return self._window(self.start + number * self.step, self.seq_len - self.step if number else 0)
+            return self._window(self.start + number * self.every, self.seq_len - self.every if number else 0)
         key = cast(SampleKey, key)
         slack = min(self.seq_len, self.predicted - self.windows * self.seq_len + 1)
         offset = int(np.random.default_rng((self.seed, key.epoch)).integers(slack))
@@ -197,7 +197,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
     def _window(self, start: int, context: int) -> dict[str, torch.Tensor]:
         """Return the window that begins at token `start`. Its first `context` labels do not count."""
-        length, offset = min(self.seq_len + 1, self.stop - start), start * self.size
+        length, offset = min(self.seq_len + 1, self.stop - start), start * self.token_bytes
         values = np.memmap(self.path, dtype=self.dtype, mode="r", offset=offset, shape=(length,)).astype(np.int64)
         input_ids, labels = torch.zeros(self.seq_len, dtype=torch.long), torch.full((self.seq_len,), IGNORED)
         input_ids[: length - 1] = torch.from_numpy(values[:-1])

@@ -24,6 +24,7 @@ from transformers.utils import CONFIG_NAME
 from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import described, shortened
+from ..loading import license_terms
 from ..reading import parse_header, read_text
 from .card import NO_LICENSE, README, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
@@ -119,7 +120,7 @@ def publish(
             raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
         there = {file.rfilename for file in before.siblings or ()}
         if README in there and is_generated(text) and (lost := _lost(api, repo_id, before, text)):
-            keep = "give --license" if lost.startswith("license") else f"download it into {directory} to keep it"
+            keep = f"download it into {directory} to keep it" if lost == "text" else "give --license"
             raise PublishError(
                 f"{repo_id}: the card on the Hub, {README}, was not written by aft-hf, and its {lost} would be lost; "
                 f"{keep}, or delete it there"
@@ -142,20 +143,16 @@ def publish(
 
 
 def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
-    """Return what of the card on the Hub a new card would lose: "text", "license: mit", ..., or nothing."""
+    """Return what of the card on the Hub a new card would lose: "text", a license that it lacks, or nothing."""
     with TemporaryDirectory() as aside:
         path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     if is_generated(text):
         return ""
-    if REGEX_YAML_BLOCK.sub("", text).strip():
+    if REGEX_YAML_BLOCK.sub("", text.removeprefix("\ufeff")).strip():
         return "text"
-    kept = ModelCard(new).data.to_dict()
-    for name, value in parse_header(text, f"{README} of {repo_id}").items():
-        there, here = (each if isinstance(each, list) else [each] for each in (value, kept.get(name)))
-        if any(each not in here for each in there):
-            return shortened(f"{name}: {value}")
-    return ""
+    license = license_terms(parse_header(text, f"{README} of {repo_id}")).get("license")
+    return f"license {shortened(license)}" if license and not ModelCard(new).data.to_dict().get("license") else ""
 
 
 def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:

@@ -90,8 +90,8 @@ class Run(Training):
         self.accelerator = build_accelerator(recipe, self.accumulation)
 
         torch.manual_seed(recipe.seed)
-        model = task.build_model()
-        vars(model)["adds_entropy"] = True  # Task.loss does
+        model: Any = task.build_model()
+        model.adds_entropy = True  # in `Task.loss`
         group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)

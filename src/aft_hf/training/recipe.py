@@ -266,9 +266,8 @@ class Recipe(Section, Generic[DataType]):
 
     def to_yaml(self) -> str:
         values = self.model_dump()
-        if "pretrained" in self.model:  # without the defaults that its own normalization replaces
-            for name in NORMALIZATION - self.data.model_fields_set:
-                values["data"].pop(name, None)
+        for name in NORMALIZATION - self.data.model_fields_set:  # which a pretrained model may replace
+            values["data"].pop(name, None)
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
 
 

@@ -81,7 +81,8 @@ class Task(ABC):
     processor: Any = None  # tokenizer or image processor, saved with the model
 
     def __init__(self, recipe: Recipe):
-        refuse_inside(recipe.output_dir, recipe.data.train, recipe.data.validation, recipe.data.dataset)
+        given = recipe.data.train, recipe.data.validation, recipe.data.dataset
+        refuse_inside(recipe.output_dir, *(path for path in given if path != GENERATED))
         self.recipe = recipe
 
     def build_model(self) -> PreTrainedModel:
