@@ -41,7 +41,7 @@ were fixed before the confirmed runs, Holm's adjustment and the role of controls
 test sets' sampling error (standard errors of at most {{errors}}).
 
 **Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
-another seed. For {{edges}} (‡), the best rate is at the grid's edge, or not that of the runs.
+another seed. For {{edges}} (‡), the best rate is at the grid's edge or unused.
 The appendix has earlier runs (a quarter of the steps), which decide nothing.
 
 ```bash
