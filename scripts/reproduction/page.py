@@ -32,13 +32,13 @@ better), images in accuracy.
 
 **Rule.** Arms are compared seed by seed. The effect is our number minus the other, with the 95 % interval of Student's
 t over the shared seeds ({SEEDS} are planned, {LEAST_SEEDS} the least). p, of a t test against 0 or the margin that a
-claim allows, is adjusted by Holm over the comparisons of a claim (controls apart); intervals are not adjusted. A
-comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one that fails sinks
-it; one without three seeds leaves it *incomplete*. Controls are ours and decide nothing. Parameters and memory (peak
-of a call, without weights) are exact;
-speeds, measured beside other processes, have a sign test over nine turns. Intervals, first learning rates and seeds
-were fixed before the confirmed runs, Holm's adjustment and the role of controls after them. Intervals leave out the
-test sets' sampling error (standard errors of at most {{errors}}).
+claim allows, is adjusted by Holm over the comparisons of a claim (controls apart, unrun ones included); intervals are
+not adjusted. A comparison is decided if p is at most 0.05. A claim *holds* if all comparisons of the paper hold; one
+that fails sinks it; one without three seeds leaves it *incomplete*. Controls are ours and decide nothing. Parameters
+and memory (peak of a call, without weights) are exact; speeds, measured beside other processes, have a sign test over
+nine turns. Intervals, first learning rates and seeds were fixed before the confirmed runs, Holm's adjustment and the
+role of controls after them. Intervals leave out the test sets' sampling error (standard errors of at most
+{{errors}}).
 
 **Runs.** {{runs}} Each arm gets a cosine schedule and the learning rate of the lowest training loss in short runs with
 another seed. For {{edges}} (‡), the best rate is at the grid's edge or unused.
