@@ -68,6 +68,8 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
         child.write_text(f"base: base.yaml\n{more}")
         found = load_recipe(child, smoke=more != model).model
         assert found == {"pretrained": "somewhere", "num_heads": 2}
+    child.write_text(f"base: {recipe.name}\n{model}")  # whose `smoke` makes its own model smaller
+    assert load_recipe(child, smoke=True).model == {"pretrained": "somewhere", "num_heads": 2}
     with pytest.raises(ValueError, match="give either epochs or steps"):
         load_recipe(recipe, ["epochs=null"])
 

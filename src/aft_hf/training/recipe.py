@@ -352,6 +352,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         if not isinstance(small, dict):
             raise ValueError(f"{path}: --smoke needs a section `smoke` with overrides")
         values.pop("output_dir", None)
+        models = [each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, small)]
+        if "pretrained" in models[0] and not {"pretrained", "architecture"} & models[1].keys():
+            small.pop("model", None)  # sizes for the model of a base
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
     given: dict[str, Any] = {}
