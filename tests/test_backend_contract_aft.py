@@ -1007,6 +1007,20 @@ def test_vmap_of_wide_biases_is_exact_on_a_cpu(structure):
     torch.testing.assert_close(rows, mixer(x), rtol=1e-4, atol=1e-5)
 
 
+@structures(["full", "full causal", "local", "local causal"])
+def test_vmap_over_parameters_of_float64_is_exact_for_biases_that_differ_by_hundreds(structure):
+    mixers = [build(structure, Backend("portable", "cpu"), torch.float64) for _ in range(2)]
+    x = 100 * torch.randn(2, 35, WIDTH, dtype=torch.float64)
+    for mixer in mixers:
+        for parameter in learned(mixer).values():
+            parameter.data.mul_(3)
+        bias = mixer.position_bias(35)
+        assert 80 < bias.amax() - bias.amin() < 500
+    parameters, buffers = torch.func.stack_module_state(mixers)
+    run = torch.func.vmap(lambda p, b: torch.func.functional_call(mixers[0], (p, b), (x,)))
+    torch.testing.assert_close(run(parameters, buffers), torch.stack([mixer(x) for mixer in mixers]))
+
+
 @structures(TYPICAL)
 def test_the_default_device_does_not_matter(structure, backend):
     mixer, x = build(structure, backend), torch.randn(2, 35, WIDTH, device=backend.device)

@@ -184,7 +184,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
         careful = _ask_now(lambda: relative.amin() < limit if relative.numel() else relative.new_zeros(()), key, bias)
     maximum = key.detach().amax(-3, keepdim=True).clamp_min(EMPTY)
     weights = floored_exp(key - maximum)
-    table = relative.clamp_min(-LARGEST_SPAN).exp() if careful is None else floored_exp(relative)
+    table = relative.clamp_min(_limit(-LARGEST_SPAN, key)).exp() if careful is None else floored_exp(relative)
     numerator, denominator = ((table @ x.flatten(-2)).unflatten(-1, x.shape[-2:]) for x in (weights * value, weights))
     averages = Averages.of(numerator, denominator, maximum + largest.unsqueeze(-1))
     if masked or careful:
