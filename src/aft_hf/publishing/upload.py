@@ -24,7 +24,6 @@ from transformers.utils import CONFIG_NAME
 from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import described, shortened
-from ..loading import license_terms
 from ..reading import parse_header, read_text
 from .card import NO_LICENSE, README, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
@@ -151,8 +150,8 @@ def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
         return ""
     if REGEX_YAML_BLOCK.sub("", text.removeprefix("\ufeff")).strip():
         return "text"
-    license = license_terms(parse_header(text, f"{README} of {repo_id}")).get("license")
-    return f"license {shortened(license)}" if license and not ModelCard(new).data.to_dict().get("license") else ""
+    license = parse_header(text, f"{README} of {repo_id}").get("license")
+    return f"license {shortened(str(license))}" if license and not ModelCard(new).data.to_dict().get("license") else ""
 
 
 def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:

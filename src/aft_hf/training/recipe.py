@@ -352,8 +352,6 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
         if not isinstance(small, dict):
             raise ValueError(f"{path}: --smoke needs a section `smoke` with overrides")
         values.pop("output_dir", None)
-        if "pretrained" in _model(values) and not {"pretrained", "architecture"} & _model(small).keys():
-            small.pop("model", None)  # sizes for the model of a base
         values, place = _merge(values, small), "smoke" / place
     values.setdefault("output_dir", str("outputs" / place))
     given: dict[str, Any] = {}
@@ -364,15 +362,10 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
         given = _merge(given, {key: parse_yaml(value, shortened(override), loader=_Loader)})
-    if "architecture" in _model(values) and _model(given).get("pretrained"):
+    of_file, of_given = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, given))
+    if "architecture" in of_file and of_given.get("pretrained"):
         values["model"] = {}  # the fields in the file describe another model
     return build_recipe(_merge(values, given))
-
-
-def _model(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `model` of a recipe, empty if it is missing or no mapping."""
-    section = values.get("model")
-    return section if isinstance(section, dict) else {}
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
