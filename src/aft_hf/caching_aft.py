@@ -36,8 +36,8 @@ class AFTLayerState(CacheLayerMixin):
 
     Args:
         window: how many of the last keys and values to keep; None for all. The sums are over the tokens before.
-        max_length: maximum number of tokens of a row, which is not checked, in a static cache, whose length is a
-            tensor, for `torch.compile` and CUDA graphs; None for a dynamic one.
+        max_length: maximum number of tokens of a row in a static cache, for `torch.compile` and CUDA graphs. It is
+            not checked. None for a dynamic cache.
 
     Attributes:
         keys, values: (B, h, W, k) and (B, h, W, c): the last real tokens of each row, right-aligned. Keys are -inf

@@ -308,7 +308,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build a config from fields, and others that replace them."""
+        """Build a config from a dictionary; keyword arguments replace fields."""
         cls._check_names(kwargs)  # the base class ignores unknown names
         # The base class would take a field that the saved config lacks for an argument of the model.
         given = {name: kwargs.pop(name) for name in cls.__dataclass_fields__.keys() & kwargs.keys() - {"dtype"}}

@@ -489,7 +489,7 @@ class AFTConv(AFTMixer):
             return super()._check_size(length, None)
         if grid_size is None:
             if length is None:
-                return 0, None  # an error of `biases`
+                return 0, None  # `biases` raises a ValueError
             side = round(length**0.5)
             grid_size = (side, side)
         rows, columns = grid_size

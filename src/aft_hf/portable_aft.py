@@ -193,7 +193,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
         )
         heads = key.shape[-1]
         count = read(lost.sum())
-        if count is None:  # vmap
+        if count is None:  # under vmap
             return _averages_by_logits(key, value, bias)
         if 0 < count * value.shape[-3] * (value.shape[-1] // heads) <= key.numel():
             *block, query, row, feature = place = lost.nonzero(as_tuple=True)

@@ -79,9 +79,9 @@ def publish(
         console: the rich console to print to. Default: the standard output.
 
     Raises:
-        PublishError: `repo_id` is not name/model, the directory has problems, a card written by hand on the Hub would
-            be lost, the Hub refuses the upload or cannot be reached, or the uploaded files differ from the local ones.
-            The message says what to do.
+        PublishError: `repo_id` is not name/model, the directory has problems, a card on the Hub that aft-hf did not
+            write would be lost, the Hub refuses the upload or cannot be reached, or the uploaded files differ from the
+            local ones. The message says what to do.
     """
     if not MODEL_ID.fullmatch(repo_id):
         raise PublishError(f"{repo_id!r} is not the name of a repository; give name/model, such as me/my-model")

@@ -91,7 +91,7 @@ class Run(Training):
 
         torch.manual_seed(recipe.seed)
         model: Any = task.build_model()
-        model.adds_entropy = True  # in `Task.loss`
+        model.adds_entropy = True  # `Task.loss` adds the entropy
         group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
