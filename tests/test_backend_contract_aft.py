@@ -45,8 +45,8 @@ local_wide = partial(AFTLocal, WIDTH, LONGEST, 40, position_bias_dim=4)  # wider
 local_table = partial(AFTLocal, WIDTH, LONGEST, window_size=5, position_bias_dim=None)
 sequence = partial(AFTConv, WIDTH, num_heads=2, kernel_size=5, spatial_dims=1)
 grid = partial(AFTConv, WIDTH, num_heads=2, kernel_size=3)
-CAUSAL, ALONE, NAIVE = {"causal": True}, {"global_connectivity": False}, {"reparameterized": False}
-SELECTED = {"selection": "gumbel", **NAIVE}
+CAUSAL, ALONE, NAIVE = {"causal": True}, {"global_connectivity": False}, {"position_bias_reparameterized": False}
+SELECTED = {"position_bias_selection": "gumbel", **NAIVE}
 
 # All structures of w. Tests select cases by the words "causal" and "2-D" in names; "negative" shifts biases below 0.
 STRUCTURES = {
@@ -133,7 +133,7 @@ structures = partial(pytest.mark.parametrize, "structure")
 def build(structure: str, backend: Backend, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
     """Build a mixer with that structure and random position biases, in evaluation mode."""
     torch.manual_seed(0)
-    mixer = STRUCTURES[structure](implementation=backend.name, **options).eval()
+    mixer = STRUCTURES[structure](mixing_implementation=backend.name, **options).eval()
     for parameter in learned(mixer).values():
         nn.init.normal_(parameter)
         if "negative" in structure:
@@ -430,7 +430,7 @@ def test_large_keys_and_biases_are_right(structure, dtype, batch, length, seen, 
 
 
 def test_a_decay_over_a_long_sequence_is_right_where_keys_make_up_for_it(backend):
-    mixer, length = STRUCTURES["alibi causal, 8 heads"](implementation=backend.name).to(backend.device), 2**10
+    mixer, length = STRUCTURES["alibi causal, 8 heads"](mixing_implementation=backend.name).to(backend.device), 2**10
     slopes = 2.0 ** -torch.arange(1, 9)
     # exp(K + w) is about the same for all tokens, while K and w change by up to 512 from the first to the last token.
     key = -slopes * torch.arange(length)[:, None] + torch.randn(1, length, WIDTH)
@@ -641,7 +641,7 @@ def by_reference(
 ) -> dict[str, torch.Tensor]:
     """Return `mixer_results` of the reference implementation in another dtype on the CPU, converted to float64."""
     reference = copy.deepcopy(mixer).cpu().to(dtype)
-    reference.implementation = "reference"
+    reference.mixing_implementation = "reference"
     return {name: y.double() for name, y in mixer_results(reference, x.cpu().to(dtype), autocast).items()}
 
 
@@ -875,7 +875,7 @@ def doubles(structure, backend, length=5, batch=1):
     """Return a mixer and its reference in float64, and an input for both that requires gradients."""
     mixer = build(structure, backend, torch.float64)
     reference = copy.deepcopy(mixer)
-    reference.implementation = "reference"
+    reference.mixing_implementation = "reference"
     x = torch.randn(batch, length, WIDTH, dtype=torch.float64, device=backend.device, requires_grad=True)
     options = with_grid(mixer, length)
     return partial(mixer, **options), partial(reference, **options), x
@@ -1119,7 +1119,7 @@ def test_a_selection_in_training_is_w_times_a_sample_of_the_gumbel_softmax(struc
     found = mixer_results(mixer, x)
     torch.set_rng_state(noise)
     reference = copy.deepcopy(mixer).cpu()
-    reference.implementation = "reference"
+    reference.mixing_implementation = "reference"
     expected = mixer_results(reference, x.cpu())
     largest = max(y.abs().max().item() for y in expected.values())
     assert expected["gradient of kernel"].ne(0).any()
@@ -1172,7 +1172,9 @@ LINEAR = {
     "conv": partial(AFTConv, 16, 2, 11, spatial_dims=1),
     "conv causal": partial(AFTConv, 16, 2, 11, spatial_dims=1, causal=True),
     "conv causal, window alone": partial(AFTConv, 16, 2, 11, spatial_dims=1, causal=True, **ALONE),
-    "conv causal, selected": partial(AFTConv, 16, 2, 11, spatial_dims=1, causal=True, selection="gumbel"),
+    "conv causal, selected": partial(
+        AFTConv, 16, 2, 11, spatial_dims=1, causal=True, position_bias_selection="gumbel"
+    ),
     "alibi": partial(AFTAlibi, 16, 2),
 }
 
@@ -1191,7 +1193,7 @@ def masks_of(kind: str, length: int) -> dict:
 @structures(LINEAR)
 @pytest.mark.parametrize("seen", ("everything", "padding", "documents"))
 def test_linear_types_make_no_table_of_all_pairs(structure, seen, backend):
-    mixer = LINEAR[structure](implementation=backend.name).to(backend.device).eval()
+    mixer = LINEAR[structure](mixing_implementation=backend.name).to(backend.device).eval()
     options = {name: to_device(x, backend.device) for name, x in masks_of(seen, 2048).items()}
     largest, kept = memory(mixer, torch.randn(2, 2048, 16, device=backend.device), **options)
     # Activations have 65,536 elements; a table of all pairs has 4,194,304.
@@ -1216,7 +1218,7 @@ WORKSPACE = 2**24
 def all_pairs(structure: str, backend: Backend, width: int, masked: bool, hostile: bool) -> tuple[int, int, int]:
     """Return the `memory` of a mixer, and the number of elements of a table of all pairs."""
     batch, length = 2, 256
-    mixer = keys_are_inputs(FULL[structure](width, implementation=backend.name)).to(backend.device)
+    mixer = keys_are_inputs(FULL[structure](width, mixing_implementation=backend.name)).to(backend.device)
     mask = torch.rand(batch, length, length, device=backend.device) < 0.5
     mask[:, :, 7] = False
     key = torch.zeros(batch, length, width, device=backend.device)

@@ -454,7 +454,7 @@ def test_a_state_takes_keys_per_head_without_position_biases_and_with_gradients(
 @torch.no_grad()
 def test_each_step_of_conv_in_training_samples_its_position_anew():
     torch.manual_seed(0)
-    mixer, state = AFTConv(6, 3, 5, spatial_dims=1, causal=True, selection="gumbel"), AFTLayerState(4)
+    mixer, state = AFTConv(6, 3, 5, spatial_dims=1, causal=True, position_bias_selection="gumbel"), AFTLayerState(4)
     torch.nn.init.normal_(mixer.kernel_shift)
     x = torch.randn(2, 1, 6)
     mixer(torch.randn(2, 9, 6), state=state)

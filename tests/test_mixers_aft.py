@@ -241,7 +241,7 @@ def test_position_bias_of_aft_local_is_that_of_aft_full_within_the_window(connec
 @pytest.mark.parametrize("grid", ((3, 4), (4, 2), (1, 5)))
 def test_position_bias_of_aft_conv_is_the_kernel_at_the_offset_on_the_grid(size, connected, outside, grid):
     """Eq. 6: entry (i, j) of the kernel for the patch i - s // 2 rows below and j - s // 2 columns right."""
-    mixer = AFTConv(WIDTH, 2, size, reparameterized=False, global_connectivity=connected)
+    mixer = AFTConv(WIDTH, 2, size, position_bias_reparameterized=False, global_connectivity=connected)
     w = mixer.position_bias(grid_size=grid).view(2, *grid, *grid)
     for row, column, other_row, other_column in product(
         range(grid[0]), range(grid[1]), range(grid[0]), range(grid[1])
@@ -256,7 +256,7 @@ def test_position_bias_of_aft_conv_is_the_kernel_at_the_offset_on_the_grid(size,
 @pytest.mark.parametrize(("connected", "outside"), ((True, 0.0), (False, -torch.inf)))
 def test_position_bias_of_aft_conv_is_the_kernel_at_the_lag_in_a_sequence(causal, size, connected, outside):
     """Eq. 6 in one dimension: around the query, or lags 0 .. s - 1 if causal."""
-    options = {"causal": causal, "reparameterized": False, "global_connectivity": connected}
+    options = {"causal": causal, "position_bias_reparameterized": False, "global_connectivity": connected}
     mixer = AFTConv(WIDTH, 2, size, spatial_dims=1, **options)
     w = mixer.position_bias(6)
     for t, s in product(range(6), range(6)):
@@ -329,20 +329,26 @@ def test_position_bias_of_aft_alibi_falls_by_the_slopes_of_alibi(heads):
 @pytest.mark.parametrize("implementation", ("auto", "portable", "reference"))
 @pytest.mark.parametrize("options", ({}, {"spatial_dims": 1}, {"spatial_dims": 1, "causal": True}), ids=str)
 def test_an_entry_of_minus_infinity_is_never_selected(options, implementation):
-    mixer = AFTConv(WIDTH, 2, 5, selection="gumbel", reparameterized=False, **options).eval()
+    mixer = AFTConv(
+        WIDTH, 2, 5, position_bias_selection="gumbel", position_bias_reparameterized=False, **options
+    ).eval()
     torch.nn.init.normal_(mixer.kernel)
     x = torch.randn(2, 36, WIDTH)
     expected = mixer(x)
     w = mixer.kernel.detach().flatten(1)
     w.scatter_(1, w.argmin(-1, keepdim=True), -math.inf)
-    mixer.implementation = implementation
+    mixer.mixing_implementation = implementation
     with torch.no_grad():
         torch.testing.assert_close(mixer(x), expected)
 
 
 @pytest.mark.parametrize(
     "options",
-    ({}, {"reparameterized": False, "selection": "gumbel", "position_bias_multiplier": 7.0}, {"spatial_dims": 1}),
+    (
+        {},
+        {"position_bias_reparameterized": False, "position_bias_selection": "gumbel", "position_bias_multiplier": 7.0},
+        {"spatial_dims": 1},
+    ),
     ids=str,
 )
 def test_position_bias_entropy_is_the_entropy_of_the_softmax_of_each_kernel(options):
@@ -352,7 +358,7 @@ def test_position_bias_entropy_is_the_entropy_of_the_softmax_of_each_kernel(opti
         assert mixer.position_bias_entropy().item() == pytest.approx(2 * math.log(mixer.kernel[0].numel()), rel=1e-6)
         torch.nn.init.normal_(mixer.kernel_scale)
     found, expected = mixer.position_bias_entropy().item(), 0.0
-    mixer.selection = None  # the entropy is that of w before a selection
+    mixer.position_bias_selection = None  # the entropy is that of w before a selection
     for kernel in mixer.kernel_bias().detach().numpy():
         p = np.exp(kernel) / np.exp(kernel).sum()
         expected -= (p * np.log(p)).sum()
@@ -388,7 +394,7 @@ def test_the_implicit_attention_times_values_is_the_gated_average(structure, kin
 @structures(TYPICAL_SEQUENCES)
 def test_about_as_many_queries_as_keys_take_no_table_of_pairs(structure, queries, keys, monkeypatch):
     mixer, reference = build(structure), build(structure, dtype=torch.float64)
-    reference.implementation = "reference"
+    reference.mixing_implementation = "reference"
     inputs = [torch.randn(2, n, WIDTH, requires_grad=True) for n in (queries, keys)]
     if mixer.causal or (mixer.biases(inputs[0]).reach is not None and min(queries, keys) >= 32):
         monkeypatch.setattr(mixing_aft, "_pairwise", None)
@@ -425,12 +431,12 @@ def call(mixer, *shapes, **options):
 
 WRONG = [
     (lambda: AFTSimple(8, num_heads=3), "num_heads=3 .* hidden_size=8"),
-    (lambda: AFTSimple(8, implementation="flash"), "mixing_implementation='flash' .*'auto', 'reference', 'portable'"),
+    (lambda: AFTSimple(8, mixing_implementation="flash"), "='flash' .*'auto', 'reference', 'portable'"),
     (lambda: AFTAlibi(8, 2, causal=False), "causal=False"),
     (lambda: AFTConv(8, 2, 4), "kernel_size .* got 4"),
     (lambda: AFTConv(8, 2, 0, spatial_dims=1, causal=True), "kernel_size .* got 0"),
     (lambda: AFTConv(8, 2, 3, causal=True), "spatial_dims .* got 2 .causal=True"),
-    (lambda: AFTConv(8, 2, 3, selection="gumble"), "gumble"),
+    (lambda: AFTConv(8, 2, 3, position_bias_selection="gumble"), "gumble"),
     (lambda: call(AFTFull(8, 16), (1, 20, 8)), "20 .* 16"),
     (lambda: call(AFTFull(8, 16), (1, 2, 8), position_ids=torch.tensor([[3, 19]])), "20 .* 16"),
     (lambda: call(AFTSimple(8), (1, 5, 6)), r"query .* 8\), got \(1, 5, 6\)"),

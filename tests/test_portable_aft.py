@@ -28,7 +28,7 @@ def results(mixer, x, **options):
 def assert_equal_to_the_reference(mixer, x, largest_bias=1.0, **options):
     """Compare with the reference, to the rounding of K + w and of sqrt(T) terms, relative to the largest entry."""
     reference = copy.deepcopy(mixer).double()
-    reference.implementation = "reference"
+    reference.mixing_implementation = "reference"
     exact = results(reference, x.double(), **options)
     largest = max(y.abs().max().item() for y in exact)
     allowed = 8 * (x.numel() ** 0.5 + largest_bias) * torch.finfo(x.dtype).eps * largest
@@ -43,7 +43,9 @@ def convolved(monkeypatch):
 
 
 def on_grid(size, dtype=torch.float32, heads=2):
-    mixer = AFTConv(WIDTH, heads, size, reparameterized=False, implementation="portable").to(dtype)
+    mixer = AFTConv(WIDTH, heads, size, position_bias_reparameterized=False, mixing_implementation="portable").to(
+        dtype
+    )
     torch.nn.init.normal_(mixer.kernel)
     return mixer
 
@@ -94,7 +96,7 @@ def test_chunks_of_any_length_equal_the_reference(causal, connected, length, mon
     monkeypatch.setattr(portable, "CHUNK_SIZE", 4)
     monkeypatch.setattr(mixing_aft, "FEW_CHUNKS", 1)
     options = {"causal": causal, "global_connectivity": connected, "position_bias_dim": 3, "use_query": False}
-    mixer = AFTLocal(WIDTH, 40, 3, implementation="portable", position_bias_init_std=1.0, **options)
+    mixer = AFTLocal(WIDTH, 40, 3, mixing_implementation="portable", position_bias_init_std=1.0, **options)
     assert_equal_to_the_reference(mixer, torch.randn(2, length, WIDTH))
 
 

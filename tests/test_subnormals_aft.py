@@ -35,7 +35,7 @@ class Subnormals(TorchDispatchMode):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size):
     torch.manual_seed(0)
-    module = STRUCTURES[mixer](implementation="portable")
+    module = STRUCTURES[mixer](mixing_implementation="portable")
     x = torch.randn(4, 324, WIDTH)
     with torch.no_grad():
         module.k_proj.weight.mul_(size / module.k_proj(x).std())

@@ -40,7 +40,7 @@ class AFTMixer(nn.Module):
         global_connectivity: whether positions outside the window are visible, with w = 0.
         position_bias_init_std: standard deviation of new learned biases, or of factors, including the multiplier.
         position_bias_multiplier: constant m by which learned biases are multiplied (factors by sqrt(m) each).
-        implementation: the form that computes Eq. 2: "auto", "reference" or "portable", as in `AFTConfig`.
+        mixing_implementation: the form that computes Eq. 2, as in `AFTConfig`.
     """
 
     # The length of the longest sequence that learned tables cover; None without learned tables.
@@ -63,20 +63,20 @@ class AFTMixer(nn.Module):
         global_connectivity: bool = True,
         position_bias_init_std: float = 0.1,
         position_bias_multiplier: float = 1.0,
-        implementation: str = "auto",
+        mixing_implementation: str = "auto",
     ):
         super().__init__()
         if num_heads < 1 or hidden_size % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide hidden_size={hidden_size}")
+            raise ValueError(f"{num_heads=} does not divide {hidden_size=}")
         if query_activation not in ACT2FN:
-            raise ValueError(f"query_activation={query_activation!r} is not known; use one of {', '.join(ACT2FN)}")
-        if implementation not in MIXING_IMPLEMENTATIONS:
+            raise ValueError(f"{query_activation=} is not known; use one of {', '.join(ACT2FN)}")
+        if mixing_implementation not in MIXING_IMPLEMENTATIONS:
             allowed = ", ".join(map(repr, MIXING_IMPLEMENTATIONS))
-            raise ValueError(f"mixing_implementation={implementation!r} is not known; use one of {allowed}")
+            raise ValueError(f"{mixing_implementation=} is not known; use one of {allowed}")
         if not 0 < position_bias_multiplier < math.inf:
             raise ValueError(f"position_bias_multiplier must be positive and finite, got {position_bias_multiplier}")
         self.hidden_size, self.num_heads, self.causal = hidden_size, num_heads, causal
-        self.global_connectivity, self.implementation = global_connectivity, implementation
+        self.global_connectivity, self.mixing_implementation = global_connectivity, mixing_implementation
         self.position_bias_init_std = position_bias_init_std
         self.position_bias_multiplier = float(position_bias_multiplier)
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias) if use_query else None
@@ -159,7 +159,7 @@ class AFTMixer(nn.Module):
         if torch.jit.is_tracing():
             raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
         if self.is_wide:
-            _warn_of_wide_biases(self.implementation, query.device)
+            _warn_of_wide_biases(self.mixing_implementation, query.device)
         key = query if key is None else key
         value = query if value is None else value
         self._check_inputs(query, key, value, attention_mask, position_ids, visibility, state)
@@ -200,7 +200,7 @@ class AFTMixer(nn.Module):
         seen: Any = problem.visibility
         if seen is not None and seen.is_shard:
             return seen.mix(self, problem, state)
-        return mix(problem, self.implementation) if state is None else state.mix(problem, self.implementation)
+        return (mix if state is None else state.mix)(problem, self.mixing_implementation)
 
     def _check_inputs(
         self,
@@ -259,7 +259,7 @@ class AFTMixer(nn.Module):
             state.check_batch_size(batch)
 
     def extra_repr(self) -> str:
-        names = ("window", "spatial_dims", "max_positions", "num_heads", "causal", "implementation")
+        names = ("window", "spatial_dims", "max_positions", "num_heads", "causal", "mixing_implementation")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name, None) is not None)
 
 
@@ -401,9 +401,9 @@ class AFTConv(AFTMixer):
         spatial_dims: 2 for s x s kernels on a grid of rows and columns, 1 for a sequence.
         causal: whether position t sees only t' <= t, for `spatial_dims=1` only. The kernel then covers the lags
             0 .. s - 1.
-        reparameterized: whether to apply Eq. 8; False to use the kernels themselves as w.
-        selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a Gumbel-softmax sample
-            of itself in training, and by the one-hot vector of its maximum at inference.
+        position_bias_reparameterized: whether to apply Eq. 8; False to use the kernels themselves as w.
+        position_bias_selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a
+            Gumbel-softmax sample of itself in training, and by the one-hot vector of its maximum at inference.
         gumbel_temperature: temperature of the Gumbel softmax.
         **options: the other arguments of `AFTMixer`.
     """
@@ -416,25 +416,25 @@ class AFTConv(AFTMixer):
         *,
         spatial_dims: int = 2,
         causal: bool = False,
-        reparameterized: bool = True,
-        selection: str | None = None,
+        position_bias_reparameterized: bool = True,
+        position_bias_selection: str | None = None,
         gumbel_temperature: float = 0.5,
         **options: Any,
     ):
         if spatial_dims not in (1, 2) or (causal and spatial_dims != 1):
-            raise ValueError(f"spatial_dims must be 1 or 2, and 1 if causal, got {spatial_dims} (causal={causal})")
+            raise ValueError(f"spatial_dims must be 1 or 2, and 1 if causal, got {spatial_dims} ({causal=})")
         if kernel_size < 1 or (not causal and kernel_size % 2 == 0):
-            raise ValueError(f"kernel_size must be > 0, and odd unless causal, got {kernel_size} (causal={causal})")
-        if selection not in (None, "gumbel"):
-            raise ValueError(f'selection must be None or "gumbel", got {selection!r}')
+            raise ValueError(f"kernel_size must be > 0, and odd unless causal, got {kernel_size} ({causal=})")
+        if position_bias_selection not in (None, "gumbel"):
+            raise ValueError(f'position_bias_selection must be None or "gumbel", got {position_bias_selection!r}')
         if gumbel_temperature <= 0:
             raise ValueError(f"gumbel_temperature must be greater than 0, got {gumbel_temperature}")
         super().__init__(hidden_size, num_heads=num_heads, causal=causal, key_per_head=True, **options)
         self.spatial_dims, self.window, self.state_window = spatial_dims, kernel_size, kernel_size - 1
-        self.selection, self.gumbel_temperature = selection, gumbel_temperature
+        self.position_bias_selection, self.gumbel_temperature = position_bias_selection, gumbel_temperature
         self.kernel = nn.Parameter(torch.empty(num_heads, *[kernel_size] * spatial_dims))
-        self.kernel_scale = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # gamma
-        self.kernel_shift = nn.Parameter(torch.empty(num_heads)) if reparameterized else None  # beta
+        self.kernel_scale = nn.Parameter(torch.empty(num_heads)) if position_bias_reparameterized else None  # gamma
+        self.kernel_shift = nn.Parameter(torch.empty(num_heads)) if position_bias_reparameterized else None  # beta
         self.reset_position_bias()
 
     def reset_position_bias(self) -> None:
@@ -445,9 +445,9 @@ class AFTConv(AFTMixer):
             init.zeros_(self.kernel_shift)
 
     def kernel_bias(self) -> Tensor:
-        """Return w as kernels, (h, s, s) or (h, s), in float32 at least: Eq. 8, then Eq. 10 with `selection`."""
+        """Return w as kernels, (h, s, s) or (h, s), in float32 at least: Eq. 8, then Eq. 10 with a selection."""
         kernels = self._kernels()
-        if self.selection is None:
+        if self.position_bias_selection is None:
             return kernels
         flat = kernels.flatten(1)
         if self.training:

@@ -164,17 +164,15 @@ def build_mixer(config: AFTConfig, layer_idx: int) -> AFTMixer:
     """Build the mixer of a layer from the config."""
     aft_type, is_text = config.layer_aft_types[layer_idx], config.modality == "text"
     names = ["num_heads", "qkv_bias", "use_query", "query_activation", "use_output_projection", "global_connectivity"]
-    names += ["position_bias_init_std", "position_bias_multiplier"]
-    options: dict[str, Any] = {"causal": is_text, "implementation": config.mixing_implementation}
+    names += ["position_bias_init_std", "position_bias_multiplier", "mixing_implementation"]
+    options: dict[str, Any] = {"causal": is_text}
     if aft_type in ("full", "local"):
         names += ["max_positions", "position_bias_dim"]
     if aft_type == "local":
         names += ["window_size"]
     if aft_type == "conv":
-        names += ["kernel_size", "gumbel_temperature"]
+        names += ["kernel_size", "position_bias_reparameterized", "position_bias_selection", "gumbel_temperature"]
         options["spatial_dims"] = 1 if is_text else 2
-        options["reparameterized"] = config.position_bias_reparameterized
-        options["selection"] = config.position_bias_selection
     options |= {name: getattr(config, name) for name in names}
     mixer: type[AFTMixer] = MIXERS[aft_type]
     return mixer(config.hidden_size, **options)

@@ -165,7 +165,7 @@ def _query(arguments):
 
 @pytest.mark.parametrize("name", [x if x == "37 features" else slow(x) for x in WIDTHS])
 def test_a_whole_mixer_of_any_width_is_eq_2(name, launched):
-    mixer = WIDTHS[name](implementation="auto").to(DEVICE)
+    mixer = WIDTHS[name](mixing_implementation="auto").to(DEVICE)
     length = 35 if "image" in name else 40
     contract.assert_mixer_exact(mixer, torch.randn(1, length, mixer.hidden_size, device=DEVICE))
     assert all(_query(arguments) is not None for arguments in launched)
@@ -187,7 +187,7 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
     found = []
     for implementation in ("auto", "reference"):
         for layer in model.aft.layers:
-            layer.mixer.implementation = implementation
+            layer.mixer.mixing_implementation = implementation
         model.train().gradient_checkpointing_enable()
         model.zero_grad()
         with torch.autocast(DEVICE, BF16):

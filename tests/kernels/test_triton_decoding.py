@@ -28,7 +28,7 @@ from aft_hf.kernels.triton import causal_launch as launches
 WIDE = {
     "a window of 40 and 2 heads of 35 features": partial(AFTLocal, 70, 200, 40, num_heads=2, position_bias_dim=4),
     "a key for each of 2 heads of 35 features": partial(AFTConv, 70, 2, 5, spatial_dims=1),
-    "a kernel of one position": partial(AFTConv, 6, 2, 1, spatial_dims=1, reparameterized=False),
+    "a kernel of one position": partial(AFTConv, 6, 2, 1, spatial_dims=1, position_bias_reparameterized=False),
     "one position alone": partial(AFTConv, 6, 2, 1, spatial_dims=1, global_connectivity=False),
     "37 features": partial(AFTSimple, 37),
     "8 heads": partial(AFTAlibi, 40, 8),
@@ -50,7 +50,7 @@ def build(structure: str, dtype: torch.dtype = FP32):
     if structure not in WIDE:
         return contract.build(structure, TRITON, dtype)
     torch.manual_seed(0)
-    mixer = WIDE[structure](causal=True, implementation="auto")
+    mixer = WIDE[structure](causal=True, mixing_implementation="auto")
     for parameter in contract.learned(mixer).values():
         torch.nn.init.normal_(parameter)
     return mixer.to(DEVICE, dtype)
@@ -69,12 +69,12 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
             part = slice(start, start + piece)
             # Decoding steps have no padding
             options = {} if mask is None or mask[:, part].all() else {"attention_mask": mask[:, part]}
-            mixer.implementation = "auto"
+            mixer.mixing_implementation = "auto"
             found.append(mixer(x[:, part], state=state, **options))
-            mixer.implementation = "portable"
+            mixer.mixing_implementation = "portable"
             others.append(mixer(x[:, part], state=other, **options))
             start += piece
-        mixer.implementation = "reference"
+        mixer.mixing_implementation = "reference"
         options = {} if mask is None else {"attention_mask": mask[:, :start]}
         exact = mixer.double()(x[:, :start].double(), **options).cpu()
     real = 1.0 if mask is None else mask[:, :start, None].cpu()

@@ -57,7 +57,7 @@ assert "aft_hf.kernels.triton.causal_launch" not in sys.modules, "imported with 
 library = operators.register("CPU")
 mixer, x = aft_hf.AFTLocal(8, 20, 3, causal=True), torch.randn(1, 9, 8)
 found = [mixer(x), mixer(x)]
-mixer.implementation = "portable"
+mixer.mixing_implementation = "portable"
 torch.testing.assert_close(found, [mixer(x)] * 2)
 """
 

@@ -272,7 +272,9 @@ def feature_map(group: Any = None) -> torch.Tensor:
 
 
 MIXERS = {
-    "AFTConv": lambda: AFTConv(16, 2, KERNEL, spatial_dims=1, reparameterized=False, position_bias_init_std=1.0),
+    "AFTConv": lambda: AFTConv(
+        16, 2, KERNEL, spatial_dims=1, position_bias_reparameterized=False, position_bias_init_std=1.0
+    ),
     "AFTSimple": lambda: AFTSimple(16),
 }
 

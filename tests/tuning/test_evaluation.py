@@ -137,7 +137,7 @@ def test_images_of_another_size_go_through_models_that_can_take_them(images, aft
 def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
     model, processor = classifier(), processor_for(16)
     for layer in model.aft.layers:
-        layer.mixer.selection = "gumbel"
+        layer.mixer.position_bias_selection = "gumbel"
     larger = processor_for(24)
     expected = metrics_by_hand(model, larger, images)
     with CaptureLogger(logger) as captured:

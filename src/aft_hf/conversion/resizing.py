@@ -73,7 +73,7 @@ def adapt_to_image_size(
     ratios = rows / config.grid_size[0], columns / config.grid_size[1]
     if ratios == (1.0, 1.0):
         return
-    if stretch_kernels and any(mixer.selection is not None for mixer in mixers):
+    if stretch_kernels and any(mixer.position_bias_selection is not None for mixer in mixers):
         raise ValueError("kernels with position_bias_selection cannot be resized: each head selects one position")
     if stretch_kernels and not config.global_connectivity and ratios[0] != ratios[1]:
         raise ValueError("without global_connectivity, kernels need the same ratio for rows and columns")

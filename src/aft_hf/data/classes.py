@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from reprlib import repr as shown
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -55,18 +56,13 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     numbers = list(range(len(ours)))
     if theirs == ours:
         return numbers
-    known, wanted = (labels if are_names(labels) else [*map(_number, labels)] for labels in (theirs, ours))
+    known, wanted = (list[Any](labels if are_names(labels) else map(number_of, labels)) for labels in (theirs, ours))
     if sorted(known) == sorted(wanted) and len({*known}) == len(known):
         return [known.index(label) for label in wanted]
     if len(theirs) != len(ours) or (are_names(theirs) and are_names(ours)):
         raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
     logger.warning(f"classes of the teacher and the model are matched by number: {both}")
     return numbers
-
-
-def _number(label: str) -> str:
-    """Return the number of a label such as "007" or "LABEL_7": "7"."""
-    return str(int(NUMBER.sub(r"\1", label)))
 
 
 def number_of(label: str) -> int:

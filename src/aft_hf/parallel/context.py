@@ -289,7 +289,7 @@ class SequenceShard(Shard):
             problem = replace(problem, key=key, value=value)
         if state is not None:
             self.take_in(state, problem)
-        context = (_mix_causal if problem.causal else _mix_rows)(self, problem, mixer.implementation)
+        context = (_mix_causal if problem.causal else _mix_rows)(self, problem, mixer.mixing_implementation)
         if mask is not None:
             context = self.ordered(context, back=True).masked_fill(~mask.bool().unsqueeze(-1), 0.0)
         return context if query is None else torch.sigmoid(query) * context
