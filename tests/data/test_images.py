@@ -9,7 +9,14 @@ from transformers.models.deit.image_processing_pil_deit import DeiTImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf.data.image_size import resized_processor
-from aft_hf.data.images import ImagePipeline, build_augmentation, class_names, class_numbers
+from aft_hf.data.images import (
+    ImagePipeline,
+    build_augmentation,
+    class_names,
+    class_numbers,
+    match_classes,
+    trained_classes,
+)
 
 
 def picture(size: tuple[int, int] = (20, 30), mode: str = "RGB") -> Image.Image:
@@ -45,7 +52,7 @@ def dataset(labels: list, feature=None) -> Dataset:
         (dataset(["z", "a", "z"]), ["a", "z"]),
         (dataset([True, False]), ["False", "True"]),
         (dataset([10, 2]), [str(number) for number in range(11)]),
-        *((dataset(labels), None) for labels in ([0.5, 1.5], [-1, 0], [0, 2**40], ["a", None], [[0, 1], [1, 0]])),
+        *((dataset(labels), None) for labels in ([0.5, 1.5], [-1, 0], [0, 2**40], [[0, 1], [1, 0]])),
     ],
 )
 def test_classes_have_the_names_of_the_labels_and_other_labels_are_refused(rows, names):
@@ -54,6 +61,24 @@ def test_classes_have_the_names_of_the_labels_and_other_labels_are_refused(rows,
             class_names(rows, "label")
     else:
         assert class_names(rows, "label") == names
+
+
+@pytest.mark.parametrize("labels", (["a", None], [1.0, None]))
+def test_rows_without_a_label_are_said_to_have_none(labels):
+    with pytest.raises(ValueError, match=r"'label' has no label in some rows \(in a CSV file: an empty cell"):
+        class_names(dataset(labels), "label")
+
+
+def test_data_of_a_single_class_are_not_trained_on():
+    with pytest.raises(ValueError, match="'label' has the single class 'images'; give at least two"):
+        trained_classes(dataset(["images"]), "label", [])
+
+
+def test_numbers_are_matched_with_a_model_whose_classes_are_numbers_only_by_name():
+    sorted_as_text = sorted(str(number) for number in range(1, 11))
+    assert match_classes(dataset([10, 2]), "label", ["0", *sorted_as_text]) == {10: 2, 2: 3}
+    with pytest.raises(ValueError, match=r"classes that are not among the 10 of the model: \['0'\]"):
+        match_classes(dataset([*range(10)]), "label", sorted_as_text)
 
 
 def test_labels_are_numbered_by_name():
@@ -76,7 +101,7 @@ def test_labels_are_numbered_by_name():
     ],
 )
 def test_labels_of_other_classes_are_named(rows, named):
-    with pytest.raises(ValueError, match=rf"not among the 2 classes: \[{named}\]"):
+    with pytest.raises(ValueError, match=rf"not among the 2 classes \['a', 'b'\]: \[{named}\]"):
         class_numbers(rows, "label", ["a", "b"])
 
 
@@ -136,6 +161,12 @@ def test_the_margin_that_a_centre_crop_cuts_off_keeps_its_share(size, expected):
         longer = resized_processor(processor, (height, width))
         assert set(dict(longer.size).values()) == {54}  # 256 / 224 of the longer side, so no pixel is padding
         assert pixels_of(longer).shape == (3, height, width)
+
+
+def test_a_processor_that_resizes_no_images_resizes_them_to_another_size():
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, do_resize=False)
+    assert not resized_processor(processor, (8, 8)).do_resize
+    assert pixels_of(resized_processor(processor, (6, 10))).shape == (3, 6, 10)
 
 
 def test_the_processor_that_was_given_stays_as_it_is_and_its_own_size_changes_nothing():

@@ -163,10 +163,40 @@ def test_parquet_files_of_several_splits_are_not_joined(tmp_path, names, of_spli
 def test_a_folder_of_splits_is_refused(folder, outer, split):
     shutil.copytree(folder, folder.parent / "ds" / outer / "other")
     shutil.copytree(folder, folder.parent / "ds" / outer / split)
-    message = f"ds: its folders are splits, not classes: give one of .*/ds/{outer}{split}$"
+    message = f"ds: its folders are splits, not classes: give one of .*/ds/{outer}{split}, or the folder as"
     with pytest.raises(ValueError, match=message):
         load_local(folder.parent / "ds")
     assert len(load_local(folder.parent / "ds" / outer / split)) == 4
+
+
+@pytest.mark.parametrize("labeled", [True, False])
+def test_a_folder_of_splits_without_classes_is_refused(tmp_path, labeled):
+    for name in ("train/0.png", "Test/1.png"):
+        (tmp_path / name).parent.mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    with pytest.raises(ValueError, match=r"its folders are splits, not classes: give one of .*Test, .*train, or"):
+        load_local(tmp_path, labeled=labeled)
+    assert len(load_local(tmp_path / "train", labeled=False)) == 1
+    (tmp_path / "Test").rename(tmp_path / "bus")  # a class beside the class train
+    assert len(load_local(tmp_path, labeled=labeled)) == 2
+
+
+def test_folders_without_images_are_named_since_they_are_no_classes(folder):
+    with CaptureLogger(logger) as log:
+        load_local(folder)
+        assert not log.out
+        (folder / "fox").mkdir()
+        (folder / ".cache").mkdir()
+        (folder / "fox" / "0.heic").touch()
+        rows = load_local(folder)
+    assert "fox: no images in it, so it is no class" in log.out and ".cache" not in log.out
+    assert "fox" not in rows.features["label"].names
+
+
+def test_a_dataset_of_save_to_disk_is_refused_with_advice(tmp_path):
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved: is a dataset of save_to_disk; save it as a file"):
+        load_named(str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(3, [0, 3, 6]), (5, [0, 2, 4, 6, 8]), (256, list(range(10)))])
@@ -277,7 +307,7 @@ def test_splits_come_from_files_or_from_a_dataset_whose_test_split_serves_to_val
     assert load_splits(validation=test).num_rows == {"validation": 2}
     assert load_splits(str(tmp_path)).num_rows == {"train": 3, "validation": 2}
     for arguments in ({}, {"dataset_name": "x", "train": "y"}):
-        with pytest.raises(ValueError, match="either the dataset, or train and validation"):
+        with pytest.raises(ValueError, match=r"give either a dataset \(data.dataset, --dataset-name\), or a file"):
             load_splits(**arguments)
 
 

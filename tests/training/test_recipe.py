@@ -99,6 +99,8 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
             "model={architecture: aft, aft_type: full, aft_type: conv}",
             r"^model=.*: line 1: 'aft_type' is given twice$",
         ),
+        ("model={\n\narchitecture: aft,\narchitecture: aft}", r"line 4: 'architecture' is given twice$"),
+        ("optimizer.learning_rate='1e-3'", r"^optimizer.learning_rate='1e-3': must be a valid number without quotes$"),
         ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),

@@ -7,17 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from runs import CLASSES, bpe_tokenizer, bytes_recipe, images_recipe, pixels_recipe, run
 from tokenizers import normalizers
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import logging
 
-from aft_hf import AFTConfig, AFTForCausalLM, build_byte_tokenizer, modeling_aft
+from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer, modeling_aft
 from aft_hf.data import text
 from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.data.samples import SampleKey
@@ -117,6 +119,41 @@ def test_a_model_that_is_trained_further_keeps_the_order_of_its_classes_and_its_
     assert run(values | again)["metrics"] == {"validation": pytest.approx(expected["validation"], rel=1e-5)}
 
 
+@pytest.mark.parametrize(
+    "format",
+    [
+        {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]},
+        {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [100.0] * 3},
+        {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [0.5] * 3},
+        {"do_normalize": False},
+        {"do_normalize": False, "do_rescale": False},
+    ],
+    ids=str,
+)
+def test_a_model_that_is_trained_further_keeps_its_image_size_and_sees_the_same_pixel_values(tmp_path, images, format):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "patch_size": 2, "kernel_size": 3, "num_labels": 3}
+    source = str(tmp_path / "source")
+    AFTForImageClassification(AFTConfig(modality="image", aft_type="conv", image_size=6, **sizes)).save_pretrained(
+        source
+    )
+    before = ViTImageProcessorPil(size={"height": 6, "width": 6}, resample=3, **format)
+    before.save_pretrained(source)
+    values = images_recipe(tmp_path, images, model={"pretrained": source}, data=paths(images))
+    assert "image_size" not in yaml.safe_load(build_recipe(values).to_yaml())["data"]
+    task = TASKS["images"](build_recipe(values))
+    assert task.build_model().config.image_size == 6
+    picture = Dataset.from_parquet(str(images))["image"][0].convert("RGB")
+    after, expected = (each(picture, return_tensors="pt")["pixel_values"] for each in (task.processor, before))
+    torch.testing.assert_close(after, expected.float(), rtol=1e-5, atol=1e-5)
+    values["data"] = values["data"] | {"image_size": 8}
+    with CaptureLogger(logging.get_logger("aft_hf.training.tasks")) as log:
+        TASKS["images"](build_recipe(values))
+    assert "has images of 6 x 6 pixels, and is trained with data.image_size=8" in log.out
+    values["model"] = {"pretrained": source, "image_size": 6}
+    with pytest.raises(ValueError, match=r"model.image_size=6: the images have data.image_size=8; give that"):
+        TASKS["images"](build_recipe(values)).build_model()
+
+
 def paths(images: Path) -> dict[str, str]:
     return {"train": str(images), "validation": str(images)}
 
@@ -153,6 +190,10 @@ def test_the_recipe_orders_the_classes_and_names_those_that_are_numbers(tmp_path
             TASKS["images"](build_recipe(images_recipe(tmp_path, images) | {"model": named}))
     with pytest.raises(ValueError, match=r"model.id2label: must map each class number to its name"):
         TASKS["images"](build_recipe(folders | {"model": model | {"id2label": {"zero": 0}}}))
+    with pytest.raises(ValueError, match=r"model.id2label: .*put True in quotes if it is a name"):
+        TASKS["images"](build_recipe(folders | {"model": model | {"id2label": dict(enumerate([True, *names[1:]]))}}))
+    numbers = folders | {"model": model | {"id2label": {i: i for i in range(12)}}}
+    assert TASKS["images"](build_recipe(numbers)).build_model().config.id2label[11] == "11"
 
 
 @pytest.mark.parametrize(
@@ -277,6 +318,12 @@ def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
         ({"text_column": "gaps"}, "row 1: column 'gaps' holds None"),
         ({"dataset": None}, "no data: give data.train=FILE"),
         ({"dataset": None, "train": "nowhere"}, "data.train=nowhere: no such file"),
+        ({"dataset": None, "train": "{tmp_path}/test"}, "data.train=.*test: is a folder; give a file"),
+        ({"dataset": None, "train": __file__}, "data.text_column='content' needs data.dataset"),
+        (
+            {"dataset": None, "train": __file__, "text_column": "text", "dataset_config": "x"},
+            "data.dataset_config='x'",
+        ),
         ({"dataset": "{tmp_path}/test"}, r"there is nothing to train on: .* has no split 'train'"),
     ],
 )

@@ -199,7 +199,7 @@ def test_data_of_other_classes_is_refused_with_both_lists(images):
         evaluate_classifier(model, processor_for(16), labelled(more, [str(i) for i in range(CLASSES + 1)]))
     for names in (["0", "7"], ["3", "03"]):  # there is no class 7, and 3 has a name already
         data = labelled({"image": images["image"][:2], "label": [0, 1]}, names)
-        with pytest.raises(ValueError, match=rf"labels that are not among the 7 classes: \['{names[1]}'\]"):
+        with pytest.raises(ValueError, match=rf"labels that are not among the 7 classes .*: \['{names[1]}'\]"):
             evaluate_classifier(classifier(), processor_for(16), data)
 
 

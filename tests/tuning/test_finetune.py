@@ -486,7 +486,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_model_that_was_there(classifi
     ("options", "message"),
     [
         (["--train", "{images}"], "nothing to do"),
-        (["--do_train"], "either the dataset, or train"),
+        (["--do_train"], "give either a dataset"),
         (["--do_train", "--validation", "{images}"], "no training data"),
         (["--do_train", "--train", "{images}", "--image_column", "label"], "has no image in column 'label'"),
         (["--do_train", "--train", "{images}", "--learning_rates", "1"], "not used"),

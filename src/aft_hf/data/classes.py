@@ -59,7 +59,7 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     known, wanted = (list[Any](labels if are_names(labels) else map(number_of, labels)) for labels in (theirs, ours))
     if sorted(known) == sorted(wanted) and len({*known}) == len(known):
         return [known.index(label) for label in wanted]
-    if len(theirs) != len(ours) or (are_names(theirs) and are_names(ours)):
+    if len(theirs) != len(ours) or are_names(theirs) == are_names(ours):
         raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
     logger.warning(f"classes of the teacher and the model are matched by number: {both}")
     return numbers

@@ -82,6 +82,11 @@ def check_file(path: str | Path, name: str | None = None) -> Path:
     return Path(path)
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is hidden, or of the operating system."""
+    return name.startswith(".") or name in SYSTEM_NAMES
+
+
 def list_images(path: Path) -> list[Path]:
     """Return the image files in a folder at any depth, sorted, or else its parquet files; of a file, the file itself.
 
@@ -102,7 +107,7 @@ def list_images(path: Path) -> list[Path]:
         inside, outer = waiting.pop()
         for entry in os.scandir(inside):
             file = Path(entry.path)
-            if entry.name.startswith(".") or entry.name in SYSTEM_NAMES:
+            if is_hidden(entry.name):
                 continue
             if not entry.is_dir():
                 if file.suffix.lower() in (*SUFFIXES, PARQUET):

@@ -59,6 +59,11 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     if isinstance(feature, ClassLabel):
         return feature.names
     labels = unique_labels(dataset, column) if isinstance(feature, Value) else [feature]
+    if None in labels:
+        raise ValueError(
+            f"column {column!r} has no label in some rows (in a CSV file: an empty cell, NA, null and the like); "
+            "correct the rows or remove them"
+        )
     # A larger number, such as a timestamp, would create as many class names.
     if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
@@ -78,6 +83,11 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     many classes keeps its names, with a warning, if the labels of the dataset are integers.
     """
     names, feature = class_names(dataset, column), dataset.features[column]
+    if len(names) < 2:
+        raise ValueError(
+            f"column {column!r} has the single class {shown(names)[1:-1]}; give at least two (in a folder of images, "
+            "the class of an image is the name of the folder that it is in)"
+        )
     are_integers = isinstance(feature, Value) and "int" in feature.dtype
     if are_integers and len(names) > 2 * len(found := unique_labels(dataset, column)):  # they may be ids
         logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {len(found)} occur")
@@ -96,7 +106,10 @@ def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[s
     classes are only the numbers 0, 1, ... A ValueError is raised if names are missing, doubled, or partly the same.
     """
     with explained("model.id2label: must map each class number to its name"):
-        wanted = [str(id2label[number]) for number in sorted(id2label, key=lambda number: int(str(number)))]
+        given = [id2label[number] for number in sorted(id2label, key=lambda number: int(str(number)))]
+        if odd := [name for name in given if type(name) not in (int, str)]:
+            raise ValueError(f"put {shown(odd[0])} in quotes if it is a name; YAML reads no, yes and null as values")
+    wanted = [*map(str, given)]
     if sorted(wanted) == sorted(names):
         return wanted, wanted if labels == names else labels
     by_names, plain = are_names(labels), [str(i) for i in range(len(labels))]
@@ -125,7 +138,8 @@ def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dic
         given, occurring = given[: numbers[-1] + 1] if numbers else given, [given[number] for number in numbers]
     if not (unknown := sorted({*occurring} - {*of_model})):
         return class_numbers(dataset, column, of_model)
-    if are_names(given) and are_names(of_model):
+    in_order = are_names(of_model) or [*map(number_of, of_model)] == [*range(len(of_model))]
+    if are_names(given) == are_names(of_model) and (are_names(given) or not in_order):
         raise ValueError(
             f"the data has classes that are not among the {len(of_model)} of the model: {shown(unknown)}; give data "
             f"with the model's classes ({shown(of_model)}) or, if only the names differ, set id2label of the model"
@@ -154,7 +168,10 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
     own = {label: known.get(label, str(label)) for label in labels}
     numbers = {name: number for number, name in enumerate(names)}
     if unknown := [name for name in own.values() if name not in numbers]:
-        raise ValueError(f"column {column!r} has labels that are not among the {len(names)} classes: {unknown[:5]}")
+        classes = shown([*filter(None, names)])
+        raise ValueError(
+            f"column {column!r} has labels that are not among the {len(names)} classes {classes}: {unknown[:5]}"
+        )
     counts = Counter(names)
     if doubled := [name for name in own.values() if counts[name] > 1]:
         raise ValueError(f"column {column!r} has labels that each name several classes: {doubled[:5]}; rename them")

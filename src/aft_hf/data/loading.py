@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..atomic_files import sha256, write_atomic
 from ..errors import UnreadableError, described, explained, shortened
 from ..reading import parse_header, parse_yaml, read_text
-from .image_files import PARQUET, SUFFIXES, list_images, open_image
+from .image_files import PARQUET, SUFFIXES, is_hidden, list_images, open_image
 from .text import cached
 
 
@@ -67,7 +67,10 @@ def load_splits(
     """
     paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
     if (dataset_name is None) == (not paths):
-        raise ValueError("give either the dataset, or train and validation as files or folders")
+        raise ValueError(
+            "no data, or twice: give either a dataset (data.dataset, --dataset-name), or a file or folder "
+            "(data.train, --train)"
+        )
     if dataset_name is None:
         return DatasetDict({split: load_local(path, labeled=labeled) for split, path in paths.items()})
     splits = load_named(dataset_name, dataset_config_name)
@@ -85,6 +88,10 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     if Path(name).is_file():
         return DatasetDict(train=load_local(name))
     check_named(name)
+    if Path(name, "state.json").is_file():
+        raise ValueError(
+            f"{name}: is a dataset of save_to_disk; save it as a file (Dataset.to_parquet), and give that"
+        )
     try:
         splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
     except Exception as error:  # of any type, and mostly without the name
@@ -181,9 +188,18 @@ def _read_table(path: Path) -> Dataset:
 
 
 def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
-    outer = {parent for path in {file.parent for file in files} - {folder} for parent in path.parents}
-    if splits := [str(path) for path in sorted(outer) if path.name.lower() in SPLITS and folder in path.parents]:
-        raise ValueError(f"{folder}: its folders are splits, not classes: give one of {', '.join(splits)}")
+    inner = {file.parent for file in files}
+    outer = {parent for path in inner - {folder} for parent in path.parents}
+    splits = {path for path in outer if path.name.lower() in SPLITS and folder in path.parents}
+    of_splits = {path: SPLITS[path.name.lower()] for path in inner if path.name.lower() in SPLITS and path != folder}
+    if len({*of_splits.values()}) > 1:
+        splits |= of_splits.keys()
+    if splits:
+        places = ", ".join(map(str, sorted(splits)))
+        raise ValueError(
+            f"{folder}: its folders are splits, not classes: give one of {places}, or the folder as a dataset "
+            "(data.dataset, --dataset-name)"
+        )
     columns: dict[str, list[Any]] = {"image": [{"bytes": None, "path": str(file)} for file in files]}
     features = Features(image=ImageColumn())
     if labeled:
@@ -191,8 +207,12 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
         if shallow.parent == folder or len(shallow.parts) < len(deep.parts):
             raise ValueError(
                 f"{folder}: the classes are unclear: put all images equally deep, each in the folder of its class, at "
-                f"{folder}/CLASS/IMAGE, unlike {' and '.join(map(str, dict.fromkeys((shallow, deep))))}"
+                f"{folder}/CLASS/IMAGE, unlike {' and '.join(map(str, dict.fromkeys((shallow, deep))))}, or give a "
+                "folder with a metadata.csv as a dataset (data.dataset, --dataset-name)"
             )
+        beside = {path for parent in {path.parent for path in inner} for path in parent.iterdir() if path.is_dir()}
+        if empty := sorted(str(path) for path in beside - inner if not is_hidden(path.name)):
+            logger.warning(f"{shortened(', '.join(empty))}: no images in it, so it is no class")
         columns["label"] = [file.parent.name for file in files]
         features["label"] = ClassLabel(names=sorted(set(columns["label"])))
     return Dataset.from_dict(columns, features)

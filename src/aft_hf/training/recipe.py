@@ -5,7 +5,6 @@ import json
 import os
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown
@@ -28,8 +27,8 @@ ALTERNATIVES = (
     ("dataset", "train"),
 )
 
-# The fields of `data` that `model.pretrained` has values of its own for.
-NORMALIZATION = {"image_mean", "image_std"}
+# The fields of `ImagesData` that `model.pretrained` has values of its own for.
+OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
 
 # Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
@@ -60,7 +59,7 @@ class Section(BaseModel):
 class Data(Section):
     """Data settings of all tasks. A recipe needs `train` or `dataset`, usually given on the command line."""
 
-    train: Place | None = Field(None, description="Training data: a file or a folder, or `generated`.")
+    train: Place | None = Field(None, description="Training data: a file, of images also a folder, or `generated`.")
     validation: Place | None = Field(None, description="Validation data, as for train.")
     dataset: Place | None = Field(None, description="In place of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
@@ -125,7 +124,7 @@ class ImagesData(ImageRowsData):
     """Images with class labels."""
 
     label_column: str = Field("label", description="Column of the labels.")
-    image_size: Count = Field(224, description="Side in pixels.")
+    image_size: Count = Field(224, description="Side in pixels. Of model.pretrained: its own.")
     eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
     image_mean: Annotated[list[Finite], Three] = Field(
         [0.485, 0.456, 0.406], description="Mean of each channel, for normalization. Of model.pretrained: its own."
@@ -266,8 +265,9 @@ class Recipe(Section, Generic[DataType]):
 
     def to_yaml(self) -> str:
         values = self.model_dump()
-        for name in NORMALIZATION - self.data.model_fields_set:  # which a pretrained model may replace
-            values["data"].pop(name, None)
+        unset = OF_PRETRAINED - self.data.model_fields_set if self.task == "images" else ()
+        for name in unset:  # which a pretrained model may replace
+            del values["data"][name]
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
 
 
@@ -410,9 +410,11 @@ class _Loader(PlainLoader):
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if doubled := [key for key, count in keys.items() if count > 1]:
-            raise ValueError(f"line {node.start_mark.line + 1}: {shown(doubled[0])} is given twice")
+        known = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in known:
+                raise ValueError(f"line {key.start_mark.line + 1}: {shown(key.value)} is given twice")
+            known.add(key.value)
         return super().construct_mapping(node, deep)
 
 

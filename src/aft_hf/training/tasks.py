@@ -18,15 +18,19 @@ from torch.utils.data import Dataset
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+from transformers.utils import logging
 
+from ..configuration_aft import pair
 from ..data.byte_tokenizer import DEFAULT_SPECIAL_TOKENS, NUM_BYTES, build_byte_tokenizer
 from ..data.classes import model_classes, require_a_class
 from ..data.loading import (
@@ -47,7 +51,6 @@ from ..limits import limited
 from ..loading import load, read_image_processor
 from .metrics import accuracy_and_loss, code_length
 from .recipe import (
-    NORMALIZATION,
     BytesData,
     BytesRecipe,
     Data,
@@ -59,6 +62,8 @@ from .recipe import (
     TokensRecipe,
 )
 
+
+logger = logging.get_logger(__name__)
 
 Batch = dict[str, torch.Tensor]
 VALIDATION_SHARE = 0.05  # of the training rows that are held out if there is no validation data
@@ -88,6 +93,14 @@ class Task(ABC):
     def build_model(self) -> PreTrainedModel:
         """Build the model of the recipe, new or pretrained."""
         fields = dict(self.recipe.model)
+        if "id2label" in self.config_values:  # where those of the recipe are checked and converted
+            fields.pop("id2label", None)
+        size = self.config_values.get("image_size")
+        if size is not None and (given := fields.get("image_size", size)) not in (size, [size, size]):
+            raise ValueError(
+                f"model.image_size={shown(given)}: the images have data.image_size={size}; give that, and leave out "
+                "this one"
+            )
         if "pretrained" in fields:
             source = fields.pop("pretrained")
             values = self._fitting(type(load(AutoConfig, source))) | fields
@@ -295,8 +308,9 @@ class ImagesTask(Task):
         data, augmentation = recipe.data, recipe.data.augmentation
         splits, of_model = read_rows(recipe), []
         if source := recipe.model.get("pretrained"):
-            of_model = model_classes(load(AutoConfig, source))
-            keep_normalization(data, read_image_processor(source) or {})
+            of_model = model_classes(config := load(AutoConfig, source))
+            processor = load(AutoImageProcessor, source) if read_image_processor(source) else None
+            keep_image_format(data, config, {} if processor is None else processor.to_dict())
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
         if given := recipe.model.get("id2label"):
@@ -327,7 +341,8 @@ class ImagesTask(Task):
         makers: dict[str, Maker] = {}
         for split, rows in splits.items():
             options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
-            options["numbers"] = class_numbers(rows, data.label_column, labels)
+            with explained(f"the {split} data"):
+                options["numbers"] = class_numbers(rows, data.label_column, labels)
             if split == "train":
                 makers[split] = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
             else:
@@ -392,7 +407,9 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         files["train"] = write_text(output_dir)
     for split, file in files.items():
         if not Path(file).is_file():
-            raise ValueError(f"data.{split}={file}: no such file")
+            reason = "is a folder; give a file" if Path(file).is_dir() else "no such file"
+            raise ValueError(f"data.{split}={file}: {reason}")
+    refuse_unused(data)
     return files
 
 
@@ -407,17 +424,37 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
         return DatasetDict({split: draw_images(split, data.image_column, label_column) for split in splits})
     labeled = recipe.task == "images"
     splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, labeled=labeled)
+    refuse_unused(data)
     require_train(splits, data)
     require_column(splits, data.image_column, "data.image_column")
     return splits
 
 
-def keep_normalization(data: ImagesData, processor: dict[str, Any]) -> None:
-    """Set the mean and the standard deviation that a recipe does not give to those of an image processor."""
-    for name in NORMALIZATION - data.model_fields_set:
-        value = float(name == "image_std") if processor.get("do_normalize") is False else processor.get(name)
-        if value is not None:
-            setattr(data, name, value if isinstance(value, list) else [value] * 3)
+def refuse_unused(data: Data) -> None:
+    """Raise a ValueError if a key that only `dataset` uses is given without it."""
+    for name in ("dataset_config", "text_column") if data.dataset is None else ():
+        field = type(data).model_fields.get(name)
+        if field is not None and getattr(data, name) != field.default:
+            raise ValueError(f"data.{name}={shown(getattr(data, name))} needs data.dataset, which can be a file")
+
+
+def keep_image_format(data: ImagesData, config: PreTrainedConfig, processor: dict[str, Any]) -> None:
+    """Set the image size and the normalization that a recipe does not give to those of a pretrained model."""
+    height, width = pair(getattr(config, "image_size", None) or data.image_size)
+    own: dict[str, Any] = {"image_size": height}
+    if processor:
+        # A recipe normalizes pixel values in 0 .. 1.
+        scale = 255 * processor["rescale_factor"] if processor.get("do_rescale") else 255
+        for name, default in (("image_mean", 0.0), ("image_std", 1.0)):
+            value: Any = processor.get(name) if processor.get("do_normalize") else default
+            own[name] = [each / scale for each in (value if isinstance(value, (list, tuple)) else [value] * 3)]
+    for name in own.keys() - data.model_fields_set:
+        setattr(data, name, own[name])
+    if (data.image_size, data.image_size) != (height, width):
+        logger.warning(
+            f"the pretrained model has images of {height} x {width} pixels, and is trained with "
+            f"data.image_size={data.image_size}"
+        )
 
 
 def build_samples(
