@@ -56,7 +56,7 @@ def raise_value_errors(cls: Any) -> Any:
 
         return wrapper
 
-    cls.__init__, cls.__setattr__ = wrapped(cls.__init__), wrapped(cls.__setattr__)
+    cls.__init__, cls.__setattr__, cls.validate = map(wrapped, (cls.__init__, cls.__setattr__, cls.validate))
     return cls
 
 
@@ -347,8 +347,7 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and self.modality == "text" and not 0 <= token < self.vocab_size:
                     raise ValueError(
-                        f"{name}={token} is not in 0 .. vocab_size - 1 with vocab_size={self.vocab_size}; "
-                        "set vocab_size=len(tokenizer)"
+                        f"{name}={token} is not in 0 .. {self.vocab_size - 1}: set vocab_size=len(tokenizer), or this"
                     )
         if self.modality == "text" and (self.use_cls_token or self.pooling):
             given = f"use_cls_token={self.use_cls_token}, pooling={self.pooling!r}"

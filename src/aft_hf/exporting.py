@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from .caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from .mixers_aft import AFTMixer
-from .modeling_aft import AFTForCausalLM, AFTLayer
+from .modeling_aft import AFTForCausalLM
 
 
 def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None
 
 def _mixers(model: AFTForCausalLM) -> list[tuple[AFTMixer, int]]:
     """Return the mixer of each layer, and how many keys and values its state keeps."""
-    mixers = [layer.mixer for layer in model.aft.layers if isinstance(layer, AFTLayer)]
+    mixers = model.aft._mixers
     if any(mixer.state_window is None for mixer in mixers):
         raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
     return [(mixer, mixer.state_window or 0) for mixer in mixers]

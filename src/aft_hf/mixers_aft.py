@@ -141,7 +141,7 @@ class AFTMixer(nn.Module):
         """Compute Eq. 2 with the query's gate and the output projection.
 
         Args:
-            query: (B, T, d).
+            query: (B, T, d). None for the entropy of `AFTConv.position_bias_entropy`.
             key, value: (B, T', d). Default: `query`.
             attention_mask: (B, T'), 0 for padding, which has no position, or boolean (B or 1, T, T'), False where a
                 key is hidden from a query.
@@ -156,8 +156,10 @@ class AFTMixer(nn.Module):
             (B, T, d), and the attention if requested. The average of a query that sees no key, or that is padding, is
             0.
         """
+        if query is None:
+            return self.position_bias_entropy()
         if torch.jit.is_tracing():
-            raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export for an AFT")
+            raise NotImplementedError("torch.jit.trace is not supported: use torch.compile or torch.export")
         if self.is_wide:
             _warn_of_wide_biases(self.mixing_implementation, query.device)
         key = query if key is None else key
@@ -180,7 +182,7 @@ class AFTMixer(nn.Module):
         device_type = query.device.type
         autocasts = device_type != "meta" and torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if autocasts else NO_CONTEXT:
-            # Positional, since a decoding step is mostly the overhead of calls.
+            # Positional: a decoding step is mostly the overhead of calls.
             given = key, value, self.num_heads, self.biases(query, grid_size), self.causal, queries, visibility
             problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
             if output_attentions:
@@ -252,10 +254,9 @@ class AFTMixer(nn.Module):
                     raise ValueError(f"position_ids must not be negative, got {lowest}")
                 self._check_size(1 if highest is None else highest + 1, None)
         if state is not None:
-            if not self.causal or key is not query or position_ids is not None:
-                raise ValueError("a state needs causal=True, and one input without position_ids")
-            if attention_mask is not None and attention_mask.dim() != 2:
-                raise ValueError(f"a state needs a 2-D attention_mask (padding), got {tuple(attention_mask.shape)}")
+            of_pairs = attention_mask is not None and attention_mask.dim() == 3
+            if not self.causal or key is not query or position_ids is not None or of_pairs:
+                raise ValueError("a state needs causal=True, and one input without position_ids or 3-D mask")
             state.check_batch_size(batch)
 
     def extra_repr(self) -> str:
@@ -267,9 +268,8 @@ def _warn_of_wide_biases(implementation: str, device: torch.device) -> None:
     """Warn if a call cannot read position biases that differ by more than `LARGEST_SPAN`."""
     if (device.type != "cpu" or torch.compiler.is_compiling()) and not uses_operator("table", implementation, device):
         _warn_once(
-            f"learned position biases of this model differ by more than {LARGEST_SPAN:.0f}: compiled or exported, and "
-            "on an accelerator without kernels, each counts as at least the largest one of its query, or of its "
-            f"kernel, minus {LARGEST_SPAN:.0f}"
+            f"learned position biases differ by more than {LARGEST_SPAN:.0f}: compiled, exported, or on an accelerator"
+            f" without kernels, each counts as at least the largest of its query or kernel minus {LARGEST_SPAN:.0f}"
         )
 
 

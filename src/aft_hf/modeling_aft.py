@@ -95,7 +95,8 @@ class AFTTextEmbeddings(nn.Module):
             positions = start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
         else:  # padding has the position of the token after it, which may not exist
             positions = (start + visibility.position).clamp_max(limit - 1)
-        return self.dropout(inputs_embeds + self.position_embeddings(positions))
+        # Each may lie on a device of its own.
+        return self.dropout(inputs_embeds + self.position_embeddings(positions).to(inputs_embeds.device))
 
 
 class AFTImageEmbeddings(nn.Module):
@@ -150,11 +151,8 @@ class AFTImageEmbeddings(nn.Module):
             )
         height, width = pixel_values.shape[2:]
         if height % self.grid_stride[0] or width % self.grid_stride[1] or 0 in (height, width):
-            unit = "patch_stride" if self.patch_size != self.grid_stride else "the patch size"
-            raise ValueError(
-                f"height and width of images must be multiples of {unit}, {self.grid_stride[0]} x "
-                f"{self.grid_stride[1]}, got {height} x {width} pixels"
-            )
+            stride = "{} x {}".format(*self.grid_stride)
+            raise ValueError(f"images must be multiples of patch_stride, {stride}, got {height} x {width} pixels")
 
 
 MIXERS = {"full": AFTFull, "local": AFTLocal, "simple": AFTSimple, "conv": AFTConv, "alibi": AFTAlibi}
@@ -200,6 +198,8 @@ class AFTLayer(GradientCheckpointingLayer):
         visibility: Visibility | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        if hidden_states is None:
+            return self.mixer(None)
         branch = self.mixer(
             self.layernorm_before(hidden_states),
             attention_mask=attention_mask,
@@ -209,11 +209,11 @@ class AFTLayer(GradientCheckpointingLayer):
             output_attentions=bool(kwargs.get("output_attentions")),
         )
         hidden_states = self._add(hidden_states, branch[0] if isinstance(branch, tuple) else branch)
-        del branch  # frees its memory before the MLP, where memory use peaks
+        del branch  # frees memory before the MLP, where its use peaks
         return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
 
     def _add(self, hidden_states: Tensor, branch: Tensor) -> Tensor:
-        # A decoding step is mostly the overhead of calls, so modules without effect are not called.
+        # A decoding step is mostly calls, so modules without effect are not called.
         if self.dropout.training or self.drop_path.training:
             # `Dropout1d` drops whole rows of (B, T d).
             branch = self.drop_path(self.dropout(branch).flatten(1)).view_as(branch)
@@ -230,7 +230,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = True
-    _no_split_modules = ["AFTLayer"]  # `AFTModel` adds its embeddings
+    _no_split_modules = ["AFTLayer"]
     _can_record_outputs = {"hidden_states": AFTLayer, "attentions": OutputRecorder(AFTMixer, index=1)}
 
     def post_init(self) -> None:
@@ -265,8 +265,8 @@ class AFTModel(AFTPreTrainedModel):
         self.main_input_name = "input_ids" if self.is_text else "pixel_values"
         self._input_embed_layer = "word_embeddings" if self.is_text else "patch_embeddings"
         self.embeddings = AFTTextEmbeddings(config) if self.is_text else AFTImageEmbeddings(config)
-        # FSDP refuses names of absent modules.
-        self._no_split_modules = [*self._no_split_modules, type(self.embeddings).__name__]
+        if not self.is_text:  # FSDP refuses names of absent modules
+            self._no_split_modules = [*self._no_split_modules, "AFTImageEmbeddings"]
         self.layers = nn.ModuleList([AFTLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
@@ -314,6 +314,15 @@ class AFTModel(AFTPreTrainedModel):
         if self.is_text:
             if pixel_values is not None:
                 raise ValueError('pixel_values needs a model with modality="image", got modality="text"')
+            if kwargs.get("encoder_hidden_states") is not None or isinstance(cache, EncoderDecoderCache):
+                raise ValueError("AFT has no cross-attention, so it cannot be the decoder of an encoder-decoder model")
+            if cache is not None and not isinstance(cache, AFTCache):
+                raise ValueError(
+                    f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
+                    "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
+                )
+            if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                raise ValueError("gradient checkpointing takes no cache: omit it, or call model.eval()")
             use_cache = use_cache and not self.training
             return self._forward_text(input_ids, attention_mask, inputs_embeds, cache, use_cache, **kwargs)
         if pixel_values is None and input_ids is not None and input_ids.is_floating_point():
@@ -348,15 +357,6 @@ class AFTModel(AFTPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         hidden_states = self._embed(input_ids, inputs_embeds)
         size = hidden_states.shape[:2]
-        if kwargs.get("encoder_hidden_states") is not None or isinstance(cache, EncoderDecoderCache):
-            raise ValueError("AFT has no cross-attention, so it cannot be the decoder of an encoder-decoder model")
-        if cache is not None and not isinstance(cache, AFTCache):
-            raise ValueError(
-                f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
-                "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
-            )
-        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            raise ValueError("gradient checkpointing takes no cache: omit it, or call model.eval()")
         packing = {name: kwargs.pop(name, None) for name in PACKING_INPUTS}
         if cache is not None and cache.layers[0].is_initialized:
             packing = dict.fromkeys(PACKING_INPUTS)
@@ -420,9 +420,10 @@ class AFTModel(AFTPreTrainedModel):
         # CODEPATH: models that are trained with Eq. 9 have a weight.
         if self.config.position_bias_entropy_weight == 0:
             return None
-        device = self.layernorm.weight.device
-        mixers = [mixer for mixer in self._mixers if hasattr(mixer, "position_bias_entropy")]
-        return torch.stack([mixer.position_bias_entropy().to(device) for mixer in mixers]).sum() if mixers else None
+        device, layers = self.layernorm.weight.device, cast(Any, zip(self.layers, self._mixers))
+        # Adapters, offloading and FSDP put hooks around calls.
+        entropies = [layer(None).to(device) for layer, mixer in layers if hasattr(mixer, "position_bias_entropy")]
+        return torch.stack(entropies).sum() if entropies else None
 
 
 def _mask_of_new_tokens(mask: Tensor | None, batch: int, length: int, cache: AFTCache | None) -> Tensor | None:

@@ -191,13 +191,13 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
         lost = (
             (denominator.detach() < math.exp(_limit(LOST, key))) & (maximum > EMPTY) & (largest > EMPTY).unsqueeze(-1)
         )
-        heads = key.shape[-1]
+        heads, biases = key.shape[-1], bias.expand(*lost.shape[:-3], *bias.shape[-2:])
         count = read(lost.sum())
         if count is None:  # under vmap
             return _averages_by_logits(key, value, bias)
         if 0 < count * value.shape[-3] * (value.shape[-1] // heads) <= key.numel():
             *block, query, row, feature = place = lost.nonzero(as_tuple=True)
-            logits = bias.expand(*lost.shape[:-3], *bias.shape[-2:])[(*block, query)].double()  # (n, T')
+            logits = biases[(*block, query)].double()  # (n, T')
             logits = logits + key.movedim(-3, -1)[(*block, row, feature)]
             values = value.movedim(-3, -1).unflatten(-2, (heads, -1))[(*block, row, feature)]
             exact = total(logits[..., None, None], values.mT.unsqueeze(-2)).map(lambda x: x.flatten(1).to(key.dtype))
@@ -210,7 +210,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
             lost = lost & ~nothing
         if count and read(lost.any()):
             place = lost.flatten(-3).any(-1).nonzero(as_tuple=True)
-            given = key[place], value[place], bias.expand(*lost.shape[:-3], *bias.shape[-2:])[place]
+            given = key[place], value[place], biases[place]
             if key.dtype == torch.float64:
                 exact = _averages_by_logits(*given)
             else:
@@ -239,7 +239,6 @@ def _averages_by_logits(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
     if torch.compiler.is_exporting() or at_once >= bias.shape[-2]:  # a program serves any length: all queries at once
         averages = some_queries(key, value, bias)
     else:
-        # The logits of all queries take T x T' x d numbers.
         parts = [recomputed(some_queries, key, value, rows) for rows in bias.split(at_once, -2)]
         averages = Averages(*(torch.cat(x, -3) for x in zip(*parts)))
     sees = (bias > -math.inf).to(bias.dtype) @ unknown.flatten(-2).to(bias.dtype) > 0

@@ -1,8 +1,13 @@
 """peft: adapters of projections, embeddings and position biases are trained, saved, loaded, merged; prompt tuning."""
 
+from functools import partial
+
 import pytest
 import torch
-from tiny_models import image_model
+from tiny_models import image_model, language_model
+
+from aft_hf.analysis.maps import bias_maps, key_features
+from aft_hf.exporting import empty_state
 
 
 peft = pytest.importorskip("peft", reason="needs peft: run `make clients`")
@@ -63,6 +68,32 @@ def test_an_adapter_of_image_embeddings_gets_a_gradient_and_is_merged(options):
     with torch.no_grad():
         expected = model.eval()(pixel_values=pixels).logits
         torch.testing.assert_close(model.merge_and_unload()(pixels).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_kernels_changes_their_entropy_too_until_it_is_merged():
+    losses, gradients = [], []
+    for weight in (0.0, 0.5):
+        torch.manual_seed(0)
+        sizes = {"image_size": 16, "num_labels": 3, "kernel_size": 3, "position_bias_entropy_weight": weight}
+        options = {"target_modules": ["q_proj"], "target_parameters": ["mixer.kernel"], "init_lora_weights": False}
+        model = peft.get_peft_model(image_model("conv", **sizes), peft.LoraConfig(r=2, **options))
+        inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 2])}
+        model(**inputs).loss.backward()
+        gradients.append(next(p.grad for name, p in model.named_parameters() if "mixer.lora_A" in name))
+        with torch.no_grad():
+            losses += [model.eval()(**inputs).loss, model.merge_and_unload()(**inputs).loss]
+    assert not torch.allclose(*gradients)
+    torch.testing.assert_close(losses[::2], losses[1::2])
+
+
+def test_adapters_of_position_biases_are_merged_before_their_maps_are_drawn():
+    model = language_model("local")
+    options = {"target_modules": ["q_proj"], "target_parameters": ["mixer.position_bias_key"]}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, **options)).get_base_model()
+    for draw in (bias_maps, partial(key_features, input_ids=torch.arange(4)[None])):
+        with pytest.raises(ValueError, match="position biases have adapters: merge or remove adapters first"):
+            draw(model)
+    assert empty_state(model).keys() == empty_state(language_model("local")).keys()
 
 
 def test_prompt_tuning_learns(load):

@@ -15,6 +15,7 @@ from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_o
 from tiny_models import image_model, language_model, vit_model
 from torch import distributed
 from torch.utils.data import DataLoader
+from transformers import DynamicCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from aft_hf import (
@@ -65,6 +66,14 @@ def build_inputs(kind: str) -> dict[str, torch.Tensor]:
         mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
         mask[0, :13], mask[1, 40:], mask[1, 20:24], mask[2, 8:40] = 0, 0, 0, 0
         inputs["attention_mask"], inputs["labels"] = mask, inputs["labels"].masked_fill(mask == 0, -100)
+    if kind in ("zeros", "positions"):  # the positions of one document, with zeros at padding
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        if kind == "zeros":
+            mask[0, 3], mask[1, 20:24], mask[2, :14] = 0, 0, 0
+            inputs["attention_mask"], inputs["labels"] = mask, inputs["labels"].masked_fill(mask == 0, -100)
+        inputs["position_ids"] = (mask.cumsum(1) - 1) * mask
+    if kind == "shifted":
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if kind in ("documents", "both"):
         starts = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
         starts[:, 0] = True
@@ -106,6 +115,8 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 CASES |= {
     "local-documents": partial(text, "local", "documents"),
+    "local-zeros at padding": partial(text, "local", "zeros"),
+    "alibi-shifted labels": partial(text, "alibi", "shifted"),
     "local-window alone": partial(text, "local", "both", global_connectivity=False),
     "conv-window alone": partial(text, "conv", "documents", global_connectivity=False),
     "local-table": partial(text, "local", "padding", position_bias_dim=None),
@@ -289,7 +300,7 @@ def sequence_seen_from_both_sides(name: str, group: Any = None) -> torch.Tensor:
     return whole(mixer(shard, visibility=SequenceShard(group, BATCH, shard.shape[1], x.device)), group)
 
 
-PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding")]
+PROMPTS = [(t, kind) for t in TYPES for kind in ("plain", "short", "padding", "zeros", "positions", "static")]
 
 
 @torch.no_grad()
@@ -298,6 +309,7 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
     model, inputs = text(aft_type, kind)
     labels = inputs.pop("labels")
     given = {name: x if group is None else local_shard(x, group) for name, x in inputs.items()}
+    given["cache"] = model.aft.new_cache(64) if kind == "static" else None
     with nullcontext() if group is None else context_parallel(model, group):
         cache = model(**given, use_cache=True).cache
     assert cache.get_seq_length() == labels.shape[1]
@@ -316,6 +328,21 @@ TOKENS, IMAGES = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 3, 2 * PATC
 def within(group: Any, model: Any, *given: Any, **inputs: Any) -> Any:
     with context_parallel(model, group):
         return model(*given, **inputs)
+
+
+@torch.no_grad()
+def logits_in_bfloat16(group: Any) -> torch.Tensor:
+    """Return the logits of images, of which each process must have the same bits."""
+    model, inputs = image()
+    return within(
+        group, model.bfloat16(), local_shard(inputs["pixel_values"].bfloat16(), group, dim=2, unit=PATCH)
+    ).logits
+
+
+def generate_within(group: Any) -> None:
+    model = build_model("conv")
+    with context_parallel(model, group):
+        model.generate(TOKENS, max_new_tokens=2)
 
 
 def continued(group: Any) -> None:
@@ -345,6 +372,13 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
 WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process
+    "cache must be an AFTCache, got DynamicCache": lambda group: within(
+        group, build_model("conv"), TOKENS, cache=DynamicCache()
+    ),
+    "gradient checkpointing takes no cache": lambda group: within(
+        group, checkpointed(text, "conv")[0], TOKENS, cache=build_model("conv").aft.new_cache()
+    ),
+    "generate does not run within context_parallel": generate_within,
     "no class token and no attention_mask, got a class token": lambda group: within(
         group, image(aft_type="simple", use_cls_token=True)[0], IMAGES
     ),
@@ -387,6 +421,9 @@ def compute(directory: Path) -> None:
     found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
     found["feature map"] = feature_map(group)
     found["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
+    found["bfloat16"] = logits_in_bfloat16(group)
+    found["empty"] = within(group, build_model("local"), TOKENS[:0]).logits.detach()
+    found["outside"] = error_of(partial(local_shard, TOKENS), pairs[1 - rank // 2])
     found["errors"] = {name: error_of(call, group) for name, call in (WRONG | WRONG_IN_ALL).items()}
     torch.save(found, directory / f"{rank}.pt")
     distributed.barrier()  # no process leaves while another is still receiving
@@ -464,6 +501,19 @@ def test_backbones_and_bidirectional_mixers_of_sequences_take_shards(found):
         torch.testing.assert_close(process["sequences"], sequences, rtol=1e-5, atol=1e-5)
 
 
+def test_all_processes_have_the_same_logits_of_images_in_bfloat16(found):
+    assert all(torch.equal(process["bfloat16"], found[0]["bfloat16"]) for process in found)
+    model, inputs = image()
+    expected = model(inputs["pixel_values"]).logits
+    torch.testing.assert_close(found[0]["bfloat16"].float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_a_batch_of_no_rows_has_no_logits_and_a_process_outside_of_the_group_no_shard(found):
+    for process in found:
+        assert process["empty"].shape == (0, 8, 16)
+        assert process["outside"] == "this process is not in the group of the shards"
+
+
 @pytest.mark.parametrize("message", WRONG | WRONG_IN_ALL)
 def test_what_a_shard_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
     seen = [message in process["errors"][message] for process in found]
@@ -501,15 +551,12 @@ def step_with_accelerate(directory: Path) -> None:
     # Accelerate shards on accelerators only; here it must take the CPU processes for accelerators.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["AFTLayer"],
-        cpu_ram_efficient_loading=False,
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
     accelerator = Accelerator(
         cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2)
     )
-    model = build_model(["local", "alibi"])
+    model = build_model(["local", "conv"], position_bias_entropy_weight=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(rows_of_tokens(), batch_size=2))
     mesh = accelerator.torch_device_mesh["cp"]
@@ -527,7 +574,7 @@ def step_with_accelerate(directory: Path) -> None:
 
 def test_a_loop_on_accelerate_takes_the_shards_of_its_mesh(tmp_path):
     assert finish(launch(step_with_accelerate, (tmp_path,), 4)) == [0] * 4
-    model, rows = build_model(["local", "alibi"]), rows_of_tokens()
+    model, rows = build_model(["local", "conv"], position_bias_entropy_weight=0.1), rows_of_tokens()
     loss = model(input_ids=rows, labels=rows, use_cache=False).loss
     loss.backward()
     for rank in range(4):

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.data.samples import GlobalBatches
 from aft_hf.loading import weights_digest
 from aft_hf.running.checkpoints import find_damage
@@ -189,13 +187,6 @@ def test_the_compiler_of_accelerate_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     with pytest.raises(ValueError, match="recipes are compiled by compile=true"):
         run(bytes_recipe(tmp_path))
-
-
-def test_an_entropy_of_sharded_kernels_is_refused():
-    model = AFTForCausalLM(AFTConfig(aft_type="conv", num_hidden_layers=1, position_bias_entropy_weight=0.1))
-    sharded = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace()))
-    with pytest.raises(ValueError, match="position_bias_entropy_weight must be 0 with FSDP"):
-        loop.prepare_model(model, SimpleNamespace(gradient_checkpointing=False), sharded)
 
 
 def test_bytes_that_are_no_text_have_no_bits_per_character(tmp_path):

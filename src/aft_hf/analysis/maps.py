@@ -34,13 +34,12 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
         longest sequence, T is 256. The biases of the future, which a text model does not use, are NaN.
 
     Raises:
-        ValueError: `values` is none of these.
+        ValueError: `values` is none of these, or an adapter changes w.
     """
     if values not in VALUES:
         raise ValueError(f"values must be one of {', '.join(VALUES)}, got {values!r}")
     maps = []
-    for layer in cast(Any, model.base_model).layers:
-        mixer = layer.mixer
+    for mixer in _mixers(model):
         if isinstance(mixer, AFTConv):
             kernels = mixer.kernel_bias()
             w = kernels if kernels.dim() == 3 else kernels.unsqueeze(1)
@@ -61,14 +60,21 @@ def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
         **inputs: inputs of the model for one sequence or image, without padding.
 
     Raises:
-        ValueError: the inputs are a batch of more than one sequence or image.
+        ValueError: the inputs are a batch of more than one sequence or image, or an adapter changes a layer.
     """
     states = model(**inputs, output_hidden_states=True).hidden_states
     if len(states[0]) != 1:
         raise ValueError(f"give one sequence or image, got a batch of {len(states[0])}")
     layers = cast(Any, model.base_model).layers
-    keys = [layer.mixer.k_proj(layer.layernorm_before(x)) for layer, x in zip(layers, states)]
+    keys = [mixer.k_proj(layer.layernorm_before(x)) for layer, mixer, x in zip(layers, _mixers(model), states)]
     return [widen(each)[0].T.float().cpu() for each in keys]
+
+
+def _mixers(model: AFTPreTrainedModel) -> list[Any]:
+    mixers = [layer.mixer for layer in cast(Any, model.base_model).layers]
+    if any(hasattr(mixer, "get_base_layer") for mixer in mixers):  # that of an adapter of a parameter
+        raise ValueError("position biases have adapters: merge or remove adapters first (`merge_and_unload`)")
+    return mixers
 
 
 def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import distributed, nn
@@ -21,9 +21,9 @@ from ..caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
 from ..mixing_aft import PACKING_INPUTS, Mixing, Visibility, mix, mix_causal
 from ..portable_aft import hide, read, split_heads
-from ..position_biases_aft import GridKernel
+from ..position_biases_aft import GridKernel, widen
 from .exchange import count_of_past, state_at_end, with_past
-from .shards import Shard, gather_shards
+from .shards import Shard, gather_shards, group_of
 
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def context_parallel(model: nn.Module, group: "ProcessGroup | DeviceMesh") -> It
         ValueError: the model is another one, such as a text classifier, or has the code of a checkpoint instead of the
             classes of this package.
     """
-    parallel = ContextParallelism(group.get_group() if hasattr(group, "get_group") else group)
+    parallel = ContextParallelism(group_of(group))
     models: list[nn.Module] = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     for module in models or [model]:
         if not isinstance(module, MODELS):
@@ -92,6 +92,7 @@ REPLACED = (
     (modeling_aft.AFTModel, "_forward_image"),
     (modeling_aft.AFTImageEmbeddings, "positions"),
     (modeling_aft.AFTForCausalLM, "_loss"),
+    (modeling_aft.AFTForCausalLM, "generate"),
 )
 
 
@@ -113,8 +114,11 @@ def total_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
 
 
 def average_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
-    """Average a tensor over the processes. Gradients flow to the tensor of this process with factor 1."""
-    return x + (total_over(group, x) / distributed.get_world_size(group) - x.detach())
+    """Average a tensor over the processes, which all get the same value. Gradients flow to the tensor of this process
+    with factor 1.
+    """
+    average = total_over(group, widen(x)) / distributed.get_world_size(group)
+    return average.to(x.dtype) + (x - x.detach())
 
 
 class ContextParallelism:
@@ -145,7 +149,8 @@ class ContextParallelism:
         if use_cache and cache is None and shard.begins_documents is None:
             cache = model.new_cache()
         hidden_states = model.embeddings(inputs_embeds, visibility=shard)
-        for layer, state in zip(model.layers, [None] * len(model.layers) if cache is None else cache.layers):
+        states = [None] * len(model.layers) if cache is None else cache.layers
+        for layer, state in zip(model.layers, states, strict=True):
             hidden_states = layer(hidden_states, state=state, visibility=shard, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=model.layernorm(hidden_states), cache=cache)
 
@@ -202,13 +207,17 @@ class ContextParallelism:
         starts = None if position_ids is None else (position_ids == 0).expand(batch, -1)
         visibility = Visibility.of(attention_mask)
         mask = None if visibility is None else visibility.real
-        shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, starts)
+        shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, starts, position_ids=position_ids)
         given = position_ids if attention_mask is None else None
         if given is not None and given.device.type == "cpu" and read((shard.position != given).any()):
             raise ValueError(
                 "position_ids of a shard must continue those of the shard before it, and start again at 0 with each "
                 "packed document: other position_ids are not supported, the attention_mask determines positions"
             )
+        single = shard.single_documents
+        if single.any():  # in these rows, a position of 0 at padding starts no document
+            kept = None if starts is None or single.all() else starts & ~single.to(starts.device)[:, None]
+            return replace(shard, begins_documents=kept, position_ids=None)
         return shard
 
     def shard_images(
@@ -242,10 +251,11 @@ class ContextParallelism:
         labels: torch.Tensor,
         entropy: torch.Tensor | None,
         num_items_in_batch: int | torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the loss of next-token prediction of the whole sequences."""
-        following = following_labels(labels, self.group)
+        following = following_labels(labels, self.group) if shift_labels is None else shift_labels.contiguous()
         targets = total_over(self.group, (following != -100).sum())
         # Gradients are averaged over the processes, so each process counts its sum `group.size()` times.
         kwargs["num_items_in_batch"] = (
@@ -255,6 +265,13 @@ class ContextParallelism:
         loss = model.loss_function(logits=logits, labels=None, shift_labels=following, vocab_size=vocab_size, **kwargs)
         loss = average_over(self.group, loss)
         return modeling_aft.share_of_step(loss, entropy, model.config, targets, num_items_in_batch)
+
+    def generate(self, model: Any, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise a ValueError: no process knows the last token."""
+        raise ValueError(
+            "generate does not run within context_parallel: read all but the last token of the prompt in it, with "
+            "use_cache=True, then leave it and give generate the whole prompt and this cache"
+        )
 
 
 class SequenceShard(Shard):
@@ -306,7 +323,7 @@ class SequenceShard(Shard):
         if sums is not None:
             state.store(**{name: x.unsqueeze(2) for name, x in zip(SUMS_AND_WINDOW[2:], sums)})
         real = self.starts[-1].to(state.device)
-        state.padded = bool((real < self.total_length).any())
+        state.padded = state.is_compileable or bool((real < self.total_length).any())
         state.count(self.total_length, real if state.padded else None)
 
 

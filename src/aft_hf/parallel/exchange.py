@@ -205,7 +205,7 @@ class _Exchange:
     def _parts(self, length: int, numbers: int) -> list[tuple[int, int]]:
         """Start and end of each part of the tokens to sum over; indices include the tokens in front."""
         first, last = self.far_tokens, length - self.reach
-        step = max(1, NUMBERS_AT_ONCE // numbers)
+        step = max(1, NUMBERS_AT_ONCE // max(numbers, 1))
         return [(start, min(start + step, last)) for start in range(first, last, step)]
 
     def _bias(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

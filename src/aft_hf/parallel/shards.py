@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def group_of(group: "ProcessGroup | DeviceMesh") -> "ProcessGroup":
+    """Return the process group of a mesh; raise a ValueError if this process is not in the group."""
+    found: Any = group.get_group() if hasattr(group, "get_group") else group
+    if found is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the group of the shards")
+    return found
+
+
 def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
     """Return this process's shard of a tensor that holds whole sequences.
 
@@ -32,7 +40,7 @@ def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 
     Raises:
         ValueError: the length is not a multiple of `unit`, or there are fewer units than processes.
     """
-    group = group.get_group() if hasattr(group, "get_group") else group
+    group = group_of(group)
     size, (count, rest) = distributed.get_world_size(group), divmod(x.shape[dim], unit)
     if rest:
         raise ValueError(f"a length of {x.shape[dim]} is not a multiple of {unit}")
@@ -67,6 +75,7 @@ class Shard:
             document of an earlier shard. None if no document starts here.
         columns: for images, the number of patches in a row; 0 for text.
         backward: whether the sequences are reversed, so that the tokens after a shard count as those before it.
+        position_ids: (B or 1, T), the positions of the tokens, for `single_documents`.
 
     Raises:
         ValueError: the processes have images with different numbers of patches in a row.
@@ -80,6 +89,7 @@ class Shard:
     begins_documents: torch.Tensor | None = None
     columns: int = 0
     backward: bool = False
+    position_ids: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         columns = self._descriptions[..., 6]  # a collective, so it runs here, which all processes reach
@@ -116,16 +126,18 @@ class Shard:
 
     @cached_property
     def _descriptions(self) -> torch.Tensor:
-        """Seven integers for each shard and row, (N, B, 7): the number of real tokens, of real tokens before the first
-        start of a document, and of real tokens from the last start on; the length of the longest document that starts
-        in the shard; whether a document starts in it; the number of all tokens; and the patches in a row of an image.
+        """Eleven integers for each shard and row, (N, B, 11): the number of real tokens, of real tokens before the
+        first start of a document, and of real tokens from the last start on; the length of the longest document that
+        starts in the shard; whether a document starts in it; the number of all tokens; the patches in a row of an
+        image; and of `position_ids`, or -1 without them: how many real tokens are before the shard if they count real
+        tokens, else -1; whether a position is neither 0 nor one more than that before it; the first and the last one.
         """
         return self.gather(self._description()).cpu()
 
     def _description(self) -> torch.Tensor:
-        """The part of `_descriptions` that describes this shard, (B, 7)."""
+        """The part of `_descriptions` that describes this shard, (B, 11)."""
         if self.padding_mask is None and self.begins_documents is None:
-            whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns]
+            whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns, -1, -1, -1, -1]
             return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
         mask, document = self._mask, self._begins_documents.cumsum(1)  # document 0 continues an earlier one
         lengths = torch.where(mask & (document > 0), self._position + 1, 0)
@@ -138,7 +150,18 @@ class Shard:
             torch.full_like(document[:, -1], self.length),
             torch.full_like(document[:, -1], self.columns),
         )
-        return torch.stack(columns, -1)
+        return torch.cat([torch.stack(columns, -1), self._given_positions()], -1)
+
+    def _given_positions(self) -> torch.Tensor:
+        """The part of `_descriptions` about `position_ids`, (B, 4)."""
+        if self.position_ids is None:
+            return torch.full((self.batch_size, 4), -1, device=self.device)
+        positions = self.position_ids.expand(self.batch_size, -1).long()
+        before = positions - self._mask.cumsum(1) + 1
+        lowest, highest = before.masked_fill(~self._mask, 2**62).amin(1), before.masked_fill(~self._mask, -1).amax(1)
+        jumps = (positions[:, 1:] != 0) & (positions[:, 1:] != positions[:, :-1] + 1)
+        ends = positions[:, 0], positions[:, -1]
+        return torch.stack([torch.where(lowest == highest, lowest, -1), jumps.any(1).long(), *ends], -1)
 
     @cached_property
     def _mask(self) -> torch.Tensor:
@@ -194,12 +217,25 @@ class Shard:
     @cached_property
     def _longest_document(self) -> int:
         lead, inner = self._descriptions[..., 1], self._descriptions[..., 3]
+        if self.batch_size == 0:
+            return 0
         return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
 
     @property
     def total_length(self) -> int:
         """Length of a whole row, over all shards and with padding."""
-        return int(self._descriptions[:, 0, 5].sum())
+        return int(self._descriptions[:, :1, 5].sum())
+
+    @cached_property
+    def single_documents(self) -> torch.Tensor:
+        """(B,), the rows, over all shards, of which `position_ids` say that they are one document: they count the real
+        tokens, and either start only with the first of them, or do not count all tokens of packed documents.
+        """
+        real, inner, last, _, starts, _, _, before, jumps, first, end = self._descriptions.unbind(-1)
+        counted = (before == self.starts[:-1]) | (real == 0)
+        starts_first = (starts == 0) | ((self.starts[:-1] + inner == 0) & (last == real))
+        jumps = jumps.bool() | (first != 0) & (first != torch.nn.functional.pad(end[:-1] + 1, (0, 0, 1, 0)))
+        return counted.all(0) & (starts_first.all(0) | jumps.any(0))
 
     @cached_property
     def is_whole(self) -> bool:
@@ -342,4 +378,4 @@ class Routes:
     received_sizes: list[int]
 
 
-__all__ = ["Shard", "gather_shards", "local_shard"]
+__all__ = ["Shard", "gather_shards", "group_of", "local_shard"]

@@ -142,7 +142,7 @@ class Run(Training):
         self.accelerator.print(
             f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {self.total:,} steps; "
             f"{self.parameters / 1e6:.2f} M parameters; a step is "
-            f"{group.groups} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples)"
+            f"{group.groups} x {self.accumulation} x {micro_batch_size} (data-parallel size x micro-batches x samples)"
         )
         self.model.train()
         self.since = time.perf_counter()
@@ -365,11 +365,9 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
     if recipe.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and getattr(model.config, "position_bias_entropy_weight", False):
-        raise ValueError("model.position_bias_entropy_weight must be 0 with FSDP: the entropy needs whole kernels")
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
-        # By default FSDP wraps all classes in `_no_split_modules`. These include the embeddings, which Accelerate
-        # wraps separately, and classes that this model may not have.
+        # By default FSDP wraps all classes in `_no_split_modules`. These may include the embeddings, which Accelerate
+        # wraps separately, and classes that this model does not have.
         blocks = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
     if recipe.compile:
