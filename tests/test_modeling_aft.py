@@ -277,6 +277,22 @@ def test_entropy_is_reported_apart_and_included_in_the_loss(modality):
     assert expected.position_bias_entropy is None
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_of_layers_keep_the_gradient_of_the_entropy(use_reentrant):
+    gradients = []
+    for checkpoints in (False, True):
+        config = tiny_config("text", "conv", position_bias_entropy_weight=0.25)
+        model, ids = build(config).train(), inputs_of(config)["input_ids"]
+        for layer in model.aft.layers:
+            torch.nn.init.ones_(layer.mixer.kernel_scale)
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model(ids, labels=ids).position_bias_entropy.backward()
+        gradients.append([layer.mixer.kernel_scale.grad for layer in model.aft.layers])
+    assert all(x.abs().min() > 0 for x in gradients[0])
+    torch.testing.assert_close(*gradients)
+
+
 def test_the_entropy_is_that_of_the_layers_that_are_there():
     config = tiny_config("text", ["conv", "simple", "conv"], num_hidden_layers=3, position_bias_entropy_weight=0.1)
     model, ids = build(config), torch.randint(0, 20, (2, 6))

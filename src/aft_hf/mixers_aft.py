@@ -481,7 +481,7 @@ class AFTConv(AFTMixer):
         if self.spatial_dims == 1:
             return LagKernel(kernels, self.causal, hides_outside)
         if grid_size is None:
-            raise ValueError("AFTConv on a grid needs grid_size=(rows, columns), got None")
+            raise ValueError("AFTConv on a grid needs grid_size=(rows, columns)")
         return GridKernel(kernels, grid_size, hides_outside)
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:

@@ -95,7 +95,6 @@ class AFTTextEmbeddings(nn.Module):
             positions = start + torch.arange(length, device=inputs_embeds.device).unsqueeze(0)
         else:  # padding has the position of the token after it, which may not exist
             positions = (start + visibility.position).clamp_max(limit - 1)
-        # Each may lie on a device of its own.
         return self.dropout(inputs_embeds + self.position_embeddings(positions).to(inputs_embeds.device))
 
 
@@ -319,7 +318,7 @@ class AFTModel(AFTPreTrainedModel):
             if cache is not None and not isinstance(cache, AFTCache):
                 raise ValueError(
                     f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
-                    "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
+                    "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported"
                 )
             if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError("gradient checkpointing takes no cache: omit it, or call model.eval()")
@@ -421,9 +420,10 @@ class AFTModel(AFTPreTrainedModel):
         if self.config.position_bias_entropy_weight == 0:
             return None
         device, layers = self.layernorm.weight.device, cast(Any, zip(self.layers, self._mixers))
-        # Adapters, offloading and FSDP put hooks around calls.
-        entropies = [layer(None).to(device) for layer, mixer in layers if hasattr(mixer, "position_bias_entropy")]
-        return torch.stack(entropies).sum() if entropies else None
+        # Adapters and offloading hook into mixers, FSDP2 into layers, whose checkpoints need inputs.
+        pairs = [(layer, mixer.kernel) for layer, mixer in layers if hasattr(mixer, "kernel")]
+        parts = [(layer.mixer if type(x) is nn.Parameter else layer)(None).to(device) for layer, x in pairs]
+        return torch.stack(parts).sum() if parts else None
 
 
 def _mask_of_new_tokens(mask: Tensor | None, batch: int, length: int, cache: AFTCache | None) -> Tensor | None:
