@@ -7,6 +7,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from transformers.testing_utils import CaptureLogger
 
 from aft_hf.data.image_size import resized_processor
 from aft_hf.data.images import (
@@ -14,6 +15,7 @@ from aft_hf.data.images import (
     build_augmentation,
     class_names,
     class_numbers,
+    logger,
     match_classes,
     trained_classes,
 )
@@ -67,6 +69,14 @@ def test_classes_have_the_names_of_the_labels_and_other_labels_are_refused(rows,
 def test_rows_without_a_label_are_said_to_have_none(labels):
     with pytest.raises(ValueError, match=r"'label' has no label in some rows \(in a CSV file: an empty cell"):
         class_names(dataset(labels), "label")
+
+
+def test_class_numbers_that_do_not_occur_are_told():
+    with CaptureLogger(logger) as log:
+        trained_classes(dataset([0, 1, 2]), "label", [])
+        assert not log.out
+        trained_classes(dataset([1, 2, 3]), "label", [])
+    assert "column 'label' has class numbers up to 3, of which 3 occur" in log.out
 
 
 def test_data_of_a_single_class_are_not_trained_on():

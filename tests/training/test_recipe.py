@@ -101,6 +101,8 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
         ),
         ("model={\n\narchitecture: aft,\narchitecture: aft}", r"line 4: 'architecture' is given twice$"),
         ("optimizer.learning_rate='1e-3'", r"^optimizer.learning_rate='1e-3': must be a valid number without quotes$"),
+        ("steps=010", r"^steps=010: .*line 1: a number must not begin with 0 or have a colon, got 010;"),
+        ("steps=1:30", r"^steps=1:30: .*line 1: a number must not begin with 0 or have a colon, got 1:30;"),
         ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),

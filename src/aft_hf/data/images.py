@@ -89,7 +89,7 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
             "the class of an image is the name of the folder that it is in)"
         )
     are_integers = isinstance(feature, Value) and "int" in feature.dtype
-    if are_integers and len(names) > 2 * len(found := unique_labels(dataset, column)):  # they may be ids
+    if are_integers and len(names) > len(found := unique_labels(dataset, column)):  # they may be ids, or begin at 1
         logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {len(found)} occur")
     if sorted(names) == sorted(of_model):
         return [*of_model], [*of_model]

@@ -405,6 +405,11 @@ class _Loader(PlainLoader):
         value, line = super().construct_scalar(node), f"line {node.start_mark.line + 1}"
         if node.tag.endswith(":int") and len(value) > LONGEST_INTEGER:  # Python does not print it in a message
             raise ValueError(f"{line}: an integer must have at most {LONGEST_INTEGER} digits, got {len(value)}")
+        in_base_8 = node.tag.endswith(":int") and re.match(r"[-+]?0_*\d", value)
+        if in_base_8 or (node.tag.endswith((":int", ":float")) and ":" in value):  # a colon means base 60 in YAML
+            raise ValueError(
+                f"{line}: a number must not begin with 0 or have a colon, got {value}; put texts in quotes"
+            )
         if found := NOT_IN_NAMES.search(value):
             raise ValueError(f"{line}: a text must not contain {found[0]!r}, got {shown(value)}")
         return value
