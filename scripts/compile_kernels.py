@@ -108,7 +108,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "alibi": (HEADS, WIDTH, LinearDecay(tensor(HEADS))),
         "local": (1, WIDTH, Window(*factors, size=32)),
         "local, wide": (1, WIDTH, Window(*factors, size=100)),
-        "local, window alone": (1, WIDTH, Window(*factors, size=32, hides_outside=True)),
+        "local, window alone": (1, WIDTH, Window(*factors, size=32, global_connectivity=False)),
         "conv": (HEADS, HEADS, LagKernel(tensor(HEADS, 11), causal=True)),
         "full": (1, WIDTH, Dense(*factors)),
     }
@@ -128,7 +128,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "image, full": (1, WIDTH, Dense(*factors)),
         "image, conv": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID)),
         "image, conv of 1 feature": (WIDTH, WIDTH, GridKernel(tensor(WIDTH, 11, 11), GRID)),
-        "image, conv, window alone": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID, True)),
+        "image, conv, window alone": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID, False)),
         "image, conv, large": (HEADS, HEADS, GridKernel(tensor(HEADS, 25, 25), (64, 64))),
     }
     for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
@@ -159,7 +159,7 @@ def launched(problem: Mixing) -> list[Variant]:
 def _all_pairs(problem: Mixing) -> None:
     biases, given = problem.biases, (problem.query, problem.key, problem.value)
     if isinstance(biases, GridKernel):
-        arguments = *given, biases.kernels, *biases.grid_size, biases.hides_outside
+        arguments = *given, biases.kernels, *biases.grid_size, biases.global_connectivity
         forward, backward = product_launch.grid, product_launch.grid_backward
     else:
         arguments = *given, biases.dense(problem.length), problem.causal
@@ -172,7 +172,7 @@ def _causal(problem: Mixing) -> None:
     biases, length = problem.biases, problem.length
     first = None if problem.visibility is None else problem.visibility.first
     given = problem.query, problem.key, problem.value, biases.by_lag(length), biases.slopes
-    arguments = *given, first, biases.hides_outside
+    arguments = *given, first, biases.global_connectivity
     causal_launch.causal(*arguments, keep=False)
     kept = causal_launch.causal(*arguments, keep=True)[1:]
     causal_launch.causal_backward(problem.value, *arguments, *kept, given[3] is not None)
@@ -186,9 +186,9 @@ def _causal(problem: Mixing) -> None:
         layer.lazy_initialization(*(x.float() for x in problem.by_head()))
         state = layer.keys, layer.values, layer.numerator, layer.denominator, layer.maximum
         for padding in (None, torch.empty(BATCH, length, dtype=torch.int64, device="meta")):
-            causal_launch.causal_state(*given, padding, biases.hides_outside, *state)
+            causal_launch.causal_state(*given, padding, biases.global_connectivity, *state)
         token = [None if x is None else x[:, :1] for x in given[:4]]
-        causal_launch.causal_state(*token, biases.slopes, None, biases.hides_outside, *state)
+        causal_launch.causal_state(*token, biases.slopes, None, biases.global_connectivity, *state)
 
 
 def _variant(kernel: JITFunction, arguments: tuple, options: dict) -> Variant:

@@ -56,11 +56,11 @@ def one_pass(
     if problem == "grid":  # as many tokens as a sequence, in squares
         heads = 16 if width % 16 == 0 else 1
         key, kernels = tensors[1][..., :heads].contiguous(), torch.randn(heads, 11, 11, device=DEVICE)
-        given: tuple[Any, ...] = tensors[0], key, tensors[2], kernels, side, side, False
+        given: tuple[Any, ...] = tensors[0], key, tensors[2], kernels, side, side, True
         forward, backwards = product_launch.grid, product_launch.grid_backward
     else:
         bias = torch.randn(1, length, 1, 32, device=DEVICE) if problem == "window" else None
-        given = *tensors[:3], bias, None, None, False
+        given = *tensors[:3], bias, None, None, True
         forward, backwards = causal_launch.causal, causal_launch.causal_backward
     if not backward:
         return lambda: forward(*given, keep=True)

@@ -38,13 +38,13 @@ BIASES = {
     "window of a table": lambda: Window(table(), size=3),
     "window of factors, multiplied": lambda: Window(*factors(), size=3, multiplier=3.0),
     "window of a table, multiplied": lambda: Window(table(), size=3, multiplier=3.0),
-    "window alone": lambda: Window(*factors(), size=3, hides_outside=True),
+    "window alone": lambda: Window(*factors(), size=3, global_connectivity=False),
     "window of one": lambda: Window(*factors(), size=1),
     "lags": lambda: LagKernel(torch.randn(HEADS, 5), causal=False),
     "causal lags": lambda: LagKernel(torch.randn(HEADS, 4), causal=True),
-    "lags alone": lambda: LagKernel(torch.randn(HEADS, 5), causal=False, hides_outside=True),
+    "lags alone": lambda: LagKernel(torch.randn(HEADS, 5), causal=False, global_connectivity=False),
     "grid": lambda: GridKernel(torch.randn(HEADS, 3, 3), GRID),
-    "grid alone": lambda: GridKernel(torch.randn(HEADS, 3, 3), GRID, hides_outside=True),
+    "grid alone": lambda: GridKernel(torch.randn(HEADS, 3, 3), GRID, global_connectivity=False),
     "grid, large kernel": lambda: GridKernel(torch.randn(HEADS, 9, 9), GRID),
 }
 RELATIVE_1D = ("no bias", "decay", "lags", "causal lags", "lags alone")

@@ -161,13 +161,13 @@ class AFTLayerState(CacheLayerMixin):
         """Compute and add tokens to a state of constant size."""
         by_operator = uses_operator("causal_state", implementation, self.device)
         w = causal_w(problem, by_operator, self._position(problem.biases))
-        given: tuple[Any, ...] = problem.query, problem.key, problem.value, *w, first, problem.biases.hides_outside
+        given: Any = problem.query, problem.key, problem.value, *w, first, problem.biases.global_connectivity
         state = tuple(getattr(self, name) for name in SUMS_AND_WINDOW)
         # The graph of an earlier step may need the tensors of the state.
         tensors = (*given, *state) if torch.is_grad_enabled() else state
         needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, Tensor))
         if by_operator and not needs_gradients:
-            return torch.ops.aft_hf_v2.causal_state(*given, *state)
+            return torch.ops.aft_hf_v3.causal_state(*given, *state)
         # The operator `causal` has gradients, unlike `causal_state`.
         context = mix_causal(problem, implementation, first) if by_operator and self.is_empty else None
         context, following = portable_causal_state(*given, *state, context=context)

@@ -385,7 +385,7 @@ class AFTLocal(AFTFull):
         self.state_window = self.window - 1
 
     def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        return Window(*self._learned(), self.position_bias_multiplier, self.window, not self.global_connectivity)
+        return Window(*self._learned(), self.position_bias_multiplier, self.window, self.global_connectivity)
 
 
 class AFTConv(AFTMixer):
@@ -477,12 +477,12 @@ class AFTConv(AFTMixer):
         return -(log_p.exp() * log_p).sum()
 
     def biases(self, like: Tensor, grid_size: tuple[int, int] | None = None) -> PositionBias:
-        kernels, hides_outside = self.kernel_bias(), not self.global_connectivity
+        kernels = self.kernel_bias()
         if self.spatial_dims == 1:
-            return LagKernel(kernels, self.causal, hides_outside)
+            return LagKernel(kernels, self.causal, self.global_connectivity)
         if grid_size is None:
             raise ValueError("AFTConv on a grid needs grid_size=(rows, columns)")
-        return GridKernel(kernels, grid_size, hides_outside)
+        return GridKernel(kernels, grid_size, self.global_connectivity)
 
     def _check_size(self, length: int | None, grid_size: tuple[int, int] | None) -> tuple[int, tuple[int, int] | None]:
         if self.spatial_dims == 1:

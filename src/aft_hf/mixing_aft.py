@@ -12,7 +12,7 @@ otherwise by the portable form (`portable_aft.py`).
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
-from reprlib import repr as shown  # shortens any value to one line
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -257,7 +257,7 @@ class Mixing:
             queries = keys if in_order else queries.expand(len(keys), -1)
             in_order = False
         bias = self.biases.dense(count).unsqueeze(0) if in_order else self.biases.between(queries, keys)
-        if self.biases.hides_outside:
+        if not self.biases.global_connectivity:
             masks.append((bias != -math.inf).any(-3))
         return bias, reduce(torch.bitwise_and, masks).unsqueeze(1) if masks else None
 
@@ -265,12 +265,11 @@ class Mixing:
 # -------- which form
 
 # The namespace of the operators of aft-hf, which `aft_hf.kernels.operators` describes.
-OPERATORS = "aft_hf_v2"
+OPERATORS = "aft_hf_v3"
 
 # Bidirectional windows of more chunks than this are computed by running sums; for fewer, a table is faster.
 FEW_CHUNKS = 16
 
-# What `provides` has found.
 _provided: dict[tuple[str, str], bool] = {}
 
 
@@ -305,7 +304,7 @@ def causal_w(problem: Mixing, by_operator: bool, start: int | Tensor = 0) -> tup
     biases, length, dtype = problem.biases, problem.value.shape[1], working_dtype(problem.value)
     if by_operator and isinstance(biases, Window) and biases.key is not None:
         starts = (0, start) if isinstance(start, Tensor) else (start, None)
-        bias = torch.ops.aft_hf_v2.band(biases.query, biases.key, starts[0], length, biases.size, starts[1])
+        bias = torch.ops.aft_hf_v3.band(biases.query, biases.key, starts[0], length, biases.size, starts[1])
         bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
     else:
         bias = biases.by_lag(length, start)
@@ -360,24 +359,24 @@ def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
         return mix_causal(problem, implementation, None if problem.visibility is None else problem.visibility.first)
     device, length, causal, exporting = value.device, problem.length, problem.causal, torch.compiler.is_exporting()
     on_both_sides = isinstance(biases, Window) or (isinstance(biases, LagKernel) and not (biases.causal or causal))
+    if isinstance(biases, LagKernel) and on_both_sides and uses_operator("grid", implementation, device):
+        biases = GridKernel(biases.kernels.unsqueeze(1), (1, length), biases.global_connectivity)
     if isinstance(biases, GridKernel) and not causal:
-        run = torch.ops.aft_hf_v2.grid if uses_operator("grid", implementation, device) else portable_grid
-        return run(query, key, value, biases.kernels.to(working_dtype(value)), *biases.grid_size, biases.hides_outside)
-    if on_both_sides and isinstance(biases, LagKernel) and uses_operator("grid", implementation, device):
-        kernels = biases.kernels.to(working_dtype(value)).unsqueeze(1)
-        return torch.ops.aft_hf_v2.grid(query, key, value, kernels, 1, length, biases.hides_outside)
+        run = torch.ops.aft_hf_v3.grid if uses_operator("grid", implementation, device) else portable_grid
+        kernels = biases.kernels.to(working_dtype(value))
+        return run(query, key, value, kernels, *biases.grid_size, biases.global_connectivity)
     if isinstance(biases, NoBias) and not causal:
         average = total(*(x.unsqueeze(3) for x in by_head(key, value, problem.num_heads))).average
         return finish(query, average.squeeze(3).expand(-1, -1, length, -1), value.dtype)
     if on_both_sides and (exporting or length > FEW_CHUNKS * power_of_two_from(max(biases.reach, CHUNK_SIZE))):
         given = by_head(key, value, problem.num_heads)
-        # Recomputed in the backward pass: the sums would keep many times the memory of the inputs.
+        # Recomputed in the backward pass: the sums take many times the memory of the inputs.
         return finish(query, recomputed(partial(portable_window, biases), *given), value.dtype)
     longest = causal and exporting and isinstance(biases, Dense)
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
     if uses_operator("table", implementation, device):
-        return torch.ops.aft_hf_v2.table(query, key, value, bias, causal)
-    return portable_table(query, key, value, bias, causal, biases.hides_outside)
+        return torch.ops.aft_hf_v3.table(query, key, value, bias, causal)
+    return portable_table(query, key, value, bias, causal, not biases.global_connectivity)
 
 
 def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start: int | Tensor = 0) -> Tensor:
@@ -389,8 +388,8 @@ def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start
     window, slopes = causal_w(problem, by_operator, start)
     if window is None and key.shape != value.shape:  # without a window, keys are per feature
         key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
-    run = torch.ops.aft_hf_v2.causal if by_operator else portable_causal
-    return run(query, key, value, window, slopes, first, problem.biases.hides_outside)
+    run = torch.ops.aft_hf_v3.causal if by_operator else portable_causal
+    return run(query, key, value, window, slopes, first, problem.biases.global_connectivity)
 
 
 def _pairwise(problem: Mixing) -> Tensor:

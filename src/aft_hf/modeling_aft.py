@@ -318,7 +318,7 @@ class AFTModel(AFTPreTrainedModel):
             if cache is not None and not isinstance(cache, AFTCache):
                 raise ValueError(
                     f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
-                    "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported"
+                    "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
                 )
             if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError("gradient checkpointing takes no cache: omit it, or call model.eval()")

@@ -67,7 +67,7 @@ def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
 # -------- partial sums. Keys are (..., T, N, k), values and averages (..., T, N, c), for N rows that share w
 
 
-# The logarithm of a sum over nothing. It is finite, so that the difference of two is finite.
+# The logarithm of a sum over nothing: finite, so that the difference of two is finite.
 EMPTY = -1e30
 
 # exp(x) for x below this is set to 0: CPUs take many times longer for subnormal numbers.
@@ -176,7 +176,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
     if masked:
         careful = _ask_now(lambda: ~(value.isfinite().all() & (key < math.inf).all()), key, value, bias)
         if careful is not False:  # NaN in a hidden position would reach every query of a product
-            return _averages_by_logits(key, value, bias)
+            return _by_logits(key, value, bias)
     largest = bias.detach().amax(-1, keepdim=True).clamp_min(EMPTY)
     relative = bias - largest
     if not masked:
@@ -194,7 +194,7 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
         heads, biases = key.shape[-1], bias.expand(*lost.shape[:-3], *bias.shape[-2:])
         count = read(lost.sum())
         if count is None:  # under vmap
-            return _averages_by_logits(key, value, bias)
+            return _by_logits(key, value, bias)
         if 0 < count * value.shape[-3] * (value.shape[-1] // heads) <= key.numel():
             *block, query, row, feature = place = lost.nonzero(as_tuple=True)
             logits = biases[(*block, query)].double()  # (n, T')
@@ -212,14 +212,14 @@ def block_sums(key: Tensor, value: Tensor, bias: Tensor, *, masked: bool = False
             place = lost.flatten(-3).any(-1).nonzero(as_tuple=True)
             given = key[place], value[place], biases[place]
             if key.dtype == torch.float64:
-                exact = _averages_by_logits(*given)
+                exact = _by_logits(*given)
             else:
                 exact = block_sums(*(x.double() for x in given), masked=masked).map(lambda x: x.to(key.dtype))
             return Averages(*(x.index_put(place, y) for x, y in zip(averages, exact)))
     return averages
 
 
-def _averages_by_logits(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
+def _by_logits(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
     """`block_sums` from the logits of all pairs, some queries at a time: O(T T' N k) exponentials."""
     nan = key.isnan()
     unknown = (nan | ~value.isfinite()) & (key != -math.inf)  # (..., T', N, c)
@@ -259,12 +259,12 @@ def triangle_sums(key: Tensor, value: Tensor, bias: Tensor) -> Averages:
         bias = nn.functional.pad(bias, (0, size - length, 0, size - length))
     later = torch.ones(half, half, dtype=torch.bool, device=key.device).triu(1)
     blocks, of_blocks = (x.unflatten(-3, (-1, half)) for x in (key, value))
-    small = block_sums(blocks, of_blocks, _diagonal_blocks(bias, half).masked_fill(later, -math.inf), masked=True)
+    small = block_sums(blocks, of_blocks, _diagonals(bias, half).masked_fill(later, -math.inf), masked=True)
     sums = small.map(lambda x: x.flatten(-4, -3))
     while half < size:
         (left_key, _), (left_value, _) = (_halves(x, half) for x in (key, value))
         left, right = (Averages(*part) for part in zip(*(_halves(x, half) for x in sums)))
-        right = right.merge(block_sums(left_key, left_value, _diagonal_blocks(bias, 2 * half)[..., half:, :half]))
+        right = right.merge(block_sums(left_key, left_value, _diagonals(bias, 2 * half)[..., half:, :half]))
         sums = Averages(*(torch.stack(pair, -4).flatten(-5, -3) for pair in zip(left, right)))
         half *= 2
     return sums if length == size else sums.map(lambda x: x.narrow(-3, 0, length))
@@ -275,7 +275,7 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, ...]:
     return x.unflatten(-3, (-1, 2, half)).unbind(-4)
 
 
-def _diagonal_blocks(bias: Tensor, size: int) -> Tensor:
+def _diagonals(bias: Tensor, size: int) -> Tensor:
     """w within each block of `size` positions: (..., T, T) -> (..., T / size, size, size)."""
     blocks = bias.unflatten(-2, (-1, size)).unflatten(-1, (-1, size))
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
@@ -325,7 +325,7 @@ def _exported_prefix_sums(sums: Averages, decay: Tensor | None) -> Averages:
         places = torch.arange(sums.logsumexp.shape[-3], device=device)
         lag = (places - places[:, None])[None, None]
         bias = (rate * lag).to(sums.logsumexp.dtype).masked_fill(lag > 0, -math.inf)
-        return _averages_by_logits(sums.logsumexp, sums.average, bias)
+        return _by_logits(sums.logsumexp, sums.average, bias)
 
     inside = inclusive(sums.padded(padding).map(lambda x: x.unflatten(1, (-1, size))), rate)  # (L, n, C, N, c)
     totals = inside.map(lambda x: x[:, :, -1].unsqueeze(1))  # (L, 1, n, N, c)
@@ -413,11 +413,11 @@ def causal(
     bias: Tensor | None,
     slopes: Tensor | None,
     first: Tensor | None,
-    hides_outside: bool,
+    global_connectivity: bool,
 ) -> Tensor:
     """Compute the operator `causal`: (B, T, d)."""
     given = by_head(key, value, num_heads(bias, slopes))
-    average = causal_averages(*given, bias, slopes, first, hides_outside).average
+    average = causal_averages(*given, bias, slopes, first, global_connectivity).average
     if first is None:
         return finish(query, average, value.dtype)
     # In padding, the query and the gradient may be NaN.
@@ -427,7 +427,12 @@ def causal(
 
 
 def causal_averages(
-    key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, first: Tensor | None, hides_outside: bool
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    first: Tensor | None,
+    global_connectivity: bool,
 ) -> Averages:
     """`causal` for keys (B, h, T, k) and values (B, h, T, c), with the logarithms of the denominators."""
     (batch, heads, length), rows_share_w = key.shape[:3], first is None and (bias is None or len(bias) == 1)
@@ -442,7 +447,7 @@ def causal_averages(
         decay = decay if decay is None else decay.repeat(batch, 1, 1, 1)
     if bias is not None:
         bias = bias if bias.dtype == key.dtype else bias.to(key.dtype)
-        sums = _window_sums(key, value, bias, first, hides_outside)
+        sums = _window_sums(key, value, bias, first, global_connectivity)
     else:
         if first is not None:  # all tokens but those that continue a document start anew
             starts = (first >= tokens).to(key.dtype).repeat_interleave(heads, 0)[..., None, None] * -EMPTY
@@ -453,7 +458,9 @@ def causal_averages(
     return sums.map(lambda x: x.squeeze(2).unflatten(0, (batch, heads)))
 
 
-def _window_sums(key: Tensor, value: Tensor, bias: Tensor, first: Tensor | None, hides_outside: bool) -> Averages:
+def _window_sums(
+    key: Tensor, value: Tensor, bias: Tensor, first: Tensor | None, global_connectivity: bool
+) -> Averages:
     """Causal averages with a window, for (L, T, N, c) and w by lag (B or 1, P or 1, h, s): a chunk of queries sees
     itself and the chunk before it with their biases, and all others as sums.
     """
@@ -485,9 +492,9 @@ def _window_sums(key: Tensor, value: Tensor, bias: Tensor, first: Tensor | None,
     own_key, own_value = (x.unflatten(1, (-1, size)) for x in pad_positions(key, value, padding))
     before = pad_positions(key, value, padding - size, size)
     before_key, before_value = (x.unflatten(1, (-1, size)) for x in before)
-    if hides_outside or first is not None:
+    if not global_connectivity or first is not None:
         lag = tokens[:size, None] + size - torch.arange(2 * size, device=device)
-        hidden = ((lag < 0) | (lag >= window)) if hides_outside else lag < 0
+        hidden = lag < 0 if global_connectivity else (lag < 0) | (lag >= window)
         if first is not None:
             place = torch.arange(-size, size, device=device) + tokens[::size, None, None]  # (n, 1, 2 C)
             unseen = place < starts.unflatten(1, (-1, size)).unsqueeze(-1)  # (B, n, C, 2 C)
@@ -498,7 +505,7 @@ def _window_sums(key: Tensor, value: Tensor, bias: Tensor, first: Tensor | None,
         sums = triangle_sums(own_key, own_value, tables[..., size:])
         if chunks > 1:
             sums = sums.merge(block_sums(before_key, before_value, tables[..., :size]))
-    if chunks > 1 and not hides_outside:
+    if chunks > 1 and global_connectivity:
         sums = sums.merge(_far_sums(own_key, own_value, first if first is None else starts))
     return sums.map(lambda x: unpadded(x, padding))
 
@@ -529,7 +536,7 @@ def causal_state(
     bias: Tensor | None,
     slopes: Tensor | None,
     first: Tensor | None,
-    hides_outside: bool,
+    global_connectivity: bool,
     keys: Tensor,
     values: Tensor,
     numerator: Tensor,
@@ -551,13 +558,13 @@ def causal_state(
     far = Averages.of(numerator, denominator, maximum)
     far_value, far_key = far.map(lambda x: x.to(key.dtype))
     all_keys, all_values = torch.cat([far_key, keys, key], 2), torch.cat([far_value, values, new_values], 2)
-    state = _next_state(far, all_keys[:, :, 1:], all_values[:, :, 1:], window, count, slopes, hides_outside)
+    state = _next_state(far, all_keys[:, :, 1:], all_values[:, :, 1:], window, count, slopes, global_connectivity)
     if context is not None:
         return context, state
     past = 1 + window
     if length > PIECE_SIZE:
         longer = bias if bias is None or bias.shape[1] == 1 else nn.functional.pad(bias, (0, 0, 0, 0, past, 0))
-        average = causal_averages(all_keys, all_values, longer, slopes, None, hides_outside).average[:, :, past:]
+        average = causal_averages(all_keys, all_values, longer, slopes, None, global_connectivity).average[:, :, past:]
     else:
         if bias is not None:
             windows = bias[:, :length].transpose(1, 2).expand(-1, -1, length, -1)
@@ -568,7 +575,7 @@ def causal_state(
             table = table if slopes is None else (-slopes.to(key.dtype).view(-1, 1, 1) * lag).unsqueeze(0)
         masked = length > 1  # a single token sees all
         if masked:
-            hidden = ((lag < 0) | (lag > window)) if hides_outside else lag < 0
+            hidden = lag < 0 if global_connectivity else (lag < 0) | (lag > window)
             table = table.masked_fill(hidden, -math.inf)
         sums = block_sums(all_keys.unsqueeze(3), all_values.unsqueeze(3), table, masked=masked)
         average = sums.average.squeeze(3)
@@ -585,7 +592,7 @@ def _next_state(
     window: int,
     count: Tensor | None,
     slopes: Tensor | None,
-    hides_outside: bool,
+    global_connectivity: bool,
 ) -> tuple[Tensor, ...]:
     """Return the tensors of a state after new tokens, of which each row has `count`, (B,); None if all are real.
 
@@ -601,7 +608,7 @@ def _next_state(
         last_keys, last_values = (x.take_along_dim(index, 2) for x in (keys, values))
         distance = end - 1 - places  # (B, 1, W + T)
         keys, values = hide(keys, values, (distance < 0).unsqueeze(-1))
-    if not hides_outside:  # tokens leave the window for the sums
+    if global_connectivity:  # tokens leave the window for the sums
         if slopes is not None:  # there is no window, so the last token is the last one of the sums
             slopes = slopes.to(keys.dtype).view(-1, 1)
             keys = keys - (slopes * distance.clamp_min(0)).unsqueeze(-1)
@@ -617,7 +624,7 @@ def window(biases: PositionBias, key: Tensor, value: Tensor) -> Tensor:
     """Compute Eq. 2 with a window on both sides, (B, h, T, c): a chunk of queries sees itself and the chunks beside it
     with their biases, and all others as sums. Keys are (B, h, T, k) and values (B, h, T, c).
     """
-    length, reach, hides_outside = key.shape[2], biases.reach or 0, biases.hides_outside
+    length, reach = key.shape[2], biases.reach or 0
     size = power_of_two_from(max(reach, CHUNK_SIZE))
     chunks = count_chunks(length, size)
     own = pad_positions(key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), chunks * size - length)  # (h, n C, B, c)
@@ -626,8 +633,8 @@ def window(biases: PositionBias, key: Tensor, value: Tensor) -> Tensor:
     queries = torch.arange(size if biases.relative else chunks * size, device=key.device).view(-1, size)
     tables = biases.between(queries, queries[:, :1] + torch.arange(-size, 2 * size, device=key.device))
     # (h, n, 3 C, B, c), with w (h, n or 1, C, 3 C)
-    sums = block_sums(keys, values, tables.transpose(0, 1), masked=hides_outside)
-    if not hides_outside:
+    sums = block_sums(keys, values, tables.transpose(0, 1), masked=not biases.global_connectivity)
+    if biases.global_connectivity:
         totals = total(*(x.unflatten(1, (-1, size)) for x in own)).map(lambda x: x.squeeze(2))
         before = prefix_sums(totals).padded(-2, 2)
         after = prefix_sums(totals.map(lambda x: x.flip(1))).padded(-2, 2).map(lambda x: x.flip(1))
@@ -636,16 +643,22 @@ def window(biases: PositionBias, key: Tensor, value: Tensor) -> Tensor:
 
 
 def grid(
-    query: Tensor | None, key: Tensor, value: Tensor, kernels: Tensor, rows: int, columns: int, hides_outside: bool
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    kernels: Tensor,
+    rows: int,
+    columns: int,
+    global_connectivity: bool,
 ) -> Tensor:
     """Compute the operator `grid`: (B, T, d)."""
-    biases = GridKernel(kernels, (rows, columns), hides_outside)
+    biases = GridKernel(kernels, (rows, columns), global_connectivity)
     # (h, T, B, c): the rows share w.
     key, values = (x.permute(1, 2, 0, 3) for x in by_head(key, value, len(kernels)))
-    if not hides_outside and _convolves(biases):
+    if global_connectivity and _convolves(biases):
         average = _convolution(key, values, biases)
     else:
-        average = block_sums(key, values, biases.dense(rows * columns), masked=hides_outside).average
+        average = block_sums(key, values, biases.dense(rows * columns), masked=not global_connectivity).average
     return finish(query, average.permute(2, 0, 1, 3), value.dtype)
 
 

@@ -37,14 +37,14 @@ class PositionBias:
         reach: the largest distance at which w can differ from its value outside; None if there is no such limit. 0
             with slopes, which describe w at every distance.
         slopes: (h,) if w = -slope * distance for every distance; None otherwise.
-        hides_outside: whether positions beyond `reach` are hidden (w = -inf); otherwise they have w = 0.
+        global_connectivity: whether positions beyond `reach` have w = 0; otherwise they are hidden (w = -inf).
     """
 
     relative = True
     ordered = True
     reach: int | None = None
     slopes: Tensor | None = None
-    hides_outside = False
+    global_connectivity = True
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +54,7 @@ class PositionBias:
     @property
     def outside(self) -> float:
         """The value of w beyond `reach`, for structures without slopes."""
-        return -math.inf if self.hides_outside else 0.0
+        return 0.0 if self.global_connectivity else -math.inf
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return w between any positions of a sequence: (..., h, T, T') from positions (..., T) and (..., T')."""
@@ -151,7 +151,7 @@ class Window(Dense):
     """Learned as in `Dense` for |t - t'| < size, and 0 or hidden outside (Eq. 4)."""
 
     size: int = 1
-    hides_outside: bool = False
+    global_connectivity: bool = True
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -167,7 +167,7 @@ class Window(Dense):
     def by_lag(self, length: int, start: int | Tensor = 0) -> Tensor:
         reach, size = self.reach, min(max(self.reach, SMALLEST_PRODUCT), max(length, 1))
         start = start.view(-1, 1, 1) if isinstance(start, Tensor) else start
-        # Not for one token, nor in an exported program, where the number of chunks is not known.
+        # Not for one token, nor exported, where the number of chunks is not known.
         if length == 1 or torch.compiler.is_exporting():
             queries = torch.arange(length, device=self.device).view(1, -1, 1) + start
             return super().between(queries, queries + torch.arange(-reach, 1, device=self.device)).squeeze(-2)
@@ -189,7 +189,7 @@ class LagKernel(PositionBias):
 
     kernels: Tensor  # (h, s): the lags 0 .. s - 1 if causal, else s // 2 .. -(s // 2)
     causal: bool
-    hides_outside: bool = False
+    global_connectivity: bool = True
 
     @property
     def reach(self) -> int:  # type: ignore[override]
@@ -215,7 +215,7 @@ class GridKernel(PositionBias):
 
     kernels: Tensor  # (h, s or 1, s): entry (i, j) is w for a key i - s // 2 rows below, j - s // 2 columns right
     grid_size: tuple[int, int]
-    hides_outside: bool = False
+    global_connectivity: bool = True
 
     ordered = False
 

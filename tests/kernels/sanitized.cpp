@@ -90,7 +90,7 @@ static double average(const aft::CausalProblem& p, int64_t row, int64_t t, int64
       double logit = aft::to_float(*aft::token_at<S>(p.key, row, k, key_feature));
       if (p.slopes) logit -= p.slopes[head] * double(t - k);
       if (t - k < p.window && p.bias) logit += p.bias[(p.bias_row(row, head, t - first) + 1) * p.window - 1 - (t - k)];
-      if (t - k >= p.window && p.hides_outside) continue;
+      if (t - k >= p.window && !p.global_connectivity) continue;
       if (pass == 0) {
         top = std::max(top, logit);
         continue;
@@ -135,7 +135,7 @@ static void run(bool is_bf16) {
   }
   aft::CausalProblem p = {};
   Tensors<S> x(p, is_bf16, B, T, d, key_width, heads, scale, batches * rows * h * s);
-  p.window = s, p.bias_batch = batches, p.bias_rows = with_bias ? rows : 1, p.hides_outside = with_bias && generator() % 2;
+  p.window = s, p.bias_batch = batches, p.bias_rows = with_bias ? rows : 1, p.global_connectivity = !with_bias || generator() % 2;
   if (!with_bias) p.bias = nullptr;
   p.slopes = slopes ? slope.data() : nullptr, p.first = generator() % 2 ? first.data() : nullptr;
   aft_causal(&p);
@@ -168,7 +168,7 @@ static void run_grid(bool is_bf16) {
   aft::GridProblem p = {};
   Tensors<S> x(p, is_bf16, B, T, d, key_width, h, float(choose({1, 90, 10000})), h * kernel_rows * kernel_columns);
   p.rows = rows, p.columns = columns, p.kernel_rows = kernel_rows, p.kernel_columns = kernel_columns;
-  p.hides_outside = generator() % 2;
+  p.global_connectivity = generator() % 2;
   aft_grid(&p);
   require_finite(x.output, "an output on a grid");
   x.require_finite_gradients(p, aft_grid_backward, " on a grid");

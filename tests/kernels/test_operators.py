@@ -17,7 +17,7 @@ from aft_hf.kernels.build import library_path
 from aft_hf.kernels.library import load_from, runnable_variants
 
 
-OPS = torch.ops.aft_hf_v2
+OPS = torch.ops.aft_hf_v3
 pytestmark = pytest.mark.skipif(not runnable_variants(), reason="no compiled kernels for this CPU")
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -31,7 +31,7 @@ class Causal(NamedTuple):
     bias: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
     first: torch.Tensor | None = None
-    hides_outside: bool = False
+    global_connectivity: bool = True
 
     def table(self) -> torch.Tensor:
         """w of all pairs, (B, T, T', h), and -inf for hidden pairs."""
@@ -50,7 +50,7 @@ class Causal(NamedTuple):
             queries, keys = ((lags >= 0) & (lags < size)).nonzero(as_tuple=True)
             of_pairs = rows[:, queries, :, size - 1 - queries + keys].transpose(0, 1)
             w = w.index_put((torch.arange(batch)[:, None], queries, keys), of_pairs)
-            seen = seen & (lags < size) if self.hides_outside else seen
+            seen = seen & (lags < size) if not self.global_connectivity else seen
         return w.masked_fill(~seen[..., None], -math.inf)
 
 
@@ -63,13 +63,13 @@ class Grid(NamedTuple):
     bias: torch.Tensor
     rows: int
     columns: int
-    hides_outside: bool = False
+    global_connectivity: bool = True
 
     def table(self) -> torch.Tensor:
         """w of all pairs, (1, T, T', h)."""
         (heads, *size), tables = self.bias.shape, []
         for i, j in ((i, j) for i in range(self.rows) for j in range(self.columns)):
-            w = self.bias.new_full((heads, self.rows, self.columns), -math.inf if self.hides_outside else 0.0)
+            w = self.bias.new_full((heads, self.rows, self.columns), 0.0 if self.global_connectivity else -math.inf)
             taps = [(i + a - size[0] // 2, j + b - size[1] // 2, a, b) for a in range(size[0]) for b in range(size[1])]
             taps = [x for x in taps if 0 <= x[0] < self.rows and 0 <= x[1] < self.columns]
             row, column, a, b = torch.tensor(taps).unbind(1)
@@ -115,7 +115,7 @@ def eq_2(problem: Problem) -> torch.Tensor:
     return average if query is None else torch.sigmoid(query) * average
 
 
-def causal(kind, batch, length, width, heads=1, window=5, *, hides_outside=False, query=True) -> Causal:
+def causal(kind, batch, length, width, heads=1, window=5, *, global_connectivity=True, query=True) -> Causal:
     """Make a causal problem of a kind: "rows" (a row of w per position), "kernel", "slopes", "none"."""
     key_width = heads if kind == "kernel" else width
     tensors = [torch.randn(batch, length, n) for n in (width, key_width, width)]
@@ -124,13 +124,13 @@ def causal(kind, batch, length, width, heads=1, window=5, *, hides_outside=False
         bias = torch.randn(1, length if kind == "rows" else 1, heads, window)
     elif kind == "slopes":
         slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
-    return Causal(tensors[0] if query else None, *tensors[1:], bias, slopes, hides_outside=hides_outside)
+    return Causal(tensors[0] if query else None, *tensors[1:], bias, slopes, global_connectivity=global_connectivity)
 
 
-def grid(batch, rows, columns, width, heads, size, *, key_per_head=True, hides_outside=False) -> Grid:
+def grid(batch, rows, columns, width, heads, size, *, key_per_head=True, global_connectivity=True) -> Grid:
     key_width = heads if key_per_head else width
     tensors = (torch.randn(batch, rows * columns, n) for n in (width, key_width, width))
-    return Grid(*tensors, torch.randn(heads, *size), rows, columns, hides_outside)
+    return Grid(*tensors, torch.randn(heads, *size), rows, columns, global_connectivity)
 
 
 def table(batch, length, width, heads, *, key_per_head=False, causal=False, query=True) -> Table:
@@ -191,14 +191,14 @@ GRID_SHAPES += [(1, 14, 14, 16, 16, (11, 11)), (2, 5, 8, 37, 37, (3, 15)), (1, 1
 GRID_SHAPES += [(1, 4, 6, 48, 2, (27, 27)), (3, 5, 16, 60, 20, (3, 5)), (1, 40, 1, 12, 6, (9, 1))]
 PROBLEMS = {f"{kind} {shape}": partial(causal, kind, *shape) for kind in KINDS for shape in CAUSAL_SHAPES}
 PROBLEMS |= {
-    f"{kind} {shape} alone": partial(causal, kind, *shape, hides_outside=True)
+    f"{kind} {shape} alone": partial(causal, kind, *shape, global_connectivity=False)
     for kind in ("rows", "kernel")
     for shape in CAUSAL_SHAPES
 }
 PROBLEMS |= {f"{kind} without query": partial(causal, kind, 2, 70, 16, 2, query=False) for kind in KINDS}
 PROBLEMS |= {
     f"grid {shape}{' a key per feature' * (not shared)}{' alone' * alone}": partial(
-        grid, *shape, key_per_head=shared, hides_outside=alone
+        grid, *shape, key_per_head=shared, global_connectivity=not alone
     )
     for shape in GRID_SHAPES
     for shared in (True, False)
@@ -223,10 +223,10 @@ PROBLEMS |= TABLES
 TYPICAL = {
     f"{kind}, {heads} heads": partial(causal, kind, 2, 130, 16, heads, 9) for kind in KINDS for heads in (1, 16)
 }
-TYPICAL |= {f"{name} alone": partial(TYPICAL[name], hides_outside=True) for name in TYPICAL if name[0] in "rk"}
+TYPICAL |= {f"{name} alone": partial(TYPICAL[name], global_connectivity=False) for name in TYPICAL if name[0] in "rk"}
 TYPICAL |= {
     f"grid{' alone' * alone}{' a key per feature' * (not shared)}": partial(
-        grid, 2, 5, 7, 20, 10, (3, 5), key_per_head=shared, hides_outside=alone
+        grid, 2, 5, 7, 20, 10, (3, 5), key_per_head=shared, global_connectivity=not alone
     )
     for alone in (False, True)
     for shared in (False, True)
@@ -332,8 +332,8 @@ def test_rounding_errors_of_long_sums_do_not_add_up(variant):
 
 
 def test_taps_that_lie_off_the_grid_for_every_query_have_no_effect(variant):
-    for hides_outside in (False, True):
-        problem = grid(2, 2, 3, 8, 2, (5, 7), hides_outside=hides_outside)
+    for global_connectivity in (False, True):
+        problem = grid(2, 2, 3, 8, 2, (5, 7), global_connectivity=global_connectivity)
         weight = torch.randn(problem.value.shape)
         expected = with_gradients(operator, problem, weight)
         for size in (1e4, math.nan):
@@ -539,15 +539,15 @@ def piece(problem: Causal, begin: int, end: int, *, per_row: bool = False) -> Ca
 
 
 PIECES = ((150,), (1,) * 20, (70, 1, 1, 3, 75), (1, 149), (2, 3, 4, 5, 6, 7, 8))
-OF_STATES = [(kind, alone) for kind in KINDS for alone in (False, True) if kind in ("rows", "kernel") or not alone]
+OF_STATES = [(kind, seen) for kind in KINDS for seen in (True, False) if kind in ("rows", "kernel") or seen]
 
 
-@pytest.mark.parametrize(("kind", "hides_outside"), OF_STATES)
+@pytest.mark.parametrize(("kind", "global_connectivity"), OF_STATES)
 @pytest.mark.parametrize("heads", (1, 3, 24))
-def test_a_prompt_may_be_given_in_pieces(kind, hides_outside, heads, variant):
+def test_a_prompt_may_be_given_in_pieces(kind, global_connectivity, heads, variant):
     for pieces in PIECES:
         for scale, dtype in ((1.0, FP32), (90.0, FP32), (1.0, BF16)):
-            problem = causal(kind, 2, sum(pieces), 24, heads, 6, hides_outside=hides_outside)
+            problem = causal(kind, 2, sum(pieces), 24, heads, 6, global_connectivity=global_connectivity)
             problem = to(problem._replace(key=scale * problem.key), dtype)
             expected, state, start = operator(problem), empty_state(problem, heads), 0
             for count in pieces:
@@ -571,7 +571,7 @@ def test_steps_of_repeated_tokens_do_not_drift(kind, variant):
     expected = operator(problem._replace(**repeated))[:, -2:]
     state, one = empty_state(problem, 2), OPS.causal_state.default
     steps = [*zip(repeated["key"].split(1, 1), repeated["value"].split(1, 1))]
-    found = [one(None, *step, problem.bias, problem.slopes, None, False, *state) for step in steps][-2:]
+    found = [one(None, *step, problem.bias, problem.slopes, None, True, *state) for step in steps][-2:]
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -582,7 +582,7 @@ def test_padding_after_the_tokens_of_a_row_is_not_added_to_its_state(kind, varia
     state, given = empty_state(problem, 3), [x.clone() for x in problem[:3]]
     for x in given:
         x[torch.arange(80) >= counts[:, None]] = math.nan
-    found = OPS.causal_state(*given, *problem[3:5], first, False, *state)
+    found = OPS.causal_state(*given, *problem[3:5], first, True, *state)
     for row, count in enumerate(counts):
         part = piece(Causal(*(x[row : row + 1] for x in problem[:3]), *problem[3:]), 0, count)
         alone = empty_state(part, 3)
@@ -595,7 +595,7 @@ def test_padding_after_the_tokens_of_a_row_is_not_added_to_its_state(kind, varia
 # ----------------------------------------------------------------------------------------- operators are ordinary ones
 
 SMALL = {kind: partial(causal, kind, 2, 9, 4, 2, 3) for kind in KINDS}
-SMALL |= {"rows, hidden": partial(causal, "rows", 2, 9, 4, 2, 3, hides_outside=True)}
+SMALL |= {"rows, hidden": partial(causal, "rows", 2, 9, 4, 2, 3, global_connectivity=False)}
 SMALL |= {"grid": partial(grid, 2, 3, 4, 8, 4, (3, 5)), "table": partial(table, 2, 7, 4, 2)}
 SMALL |= {"table, a key per head": partial(table, 2, 6, 4, 2, key_per_head=True)}
 SMALL |= {"causal table": partial(table, 2, 7, 4, 1, causal=True), "one feature": partial(table, 2, 6, 3, 3)}

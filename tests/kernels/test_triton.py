@@ -264,8 +264,8 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     rows = torch.arange(batch, device=DEVICE)[:, None, None, None]
     given.append(None if bias is None else (bias.to(DEVICE) + rows).detach())
     slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
-    others, found = (slopes, first.to(DEVICE), biases.hides_outside), []
-    for operator in (torch.ops.aft_hf_v2.causal, partial(portable, "causal")):
+    others, found = (slopes, first.to(DEVICE), biases.global_connectivity), []
+    for operator in (torch.ops.aft_hf_v3.causal, partial(portable, "causal")):
         inputs = [x if x is None else x.clone().requires_grad_() for x in given]
         output = operator(*inputs, *others)
         leaves = [x for x in inputs if x is not None]
@@ -281,7 +281,7 @@ def of_operator(name, batch=2):
     """Return arguments of an operator, for 6 tokens."""
     torch.manual_seed(0)
     shapes = {"causal": (1, 6, 2, 3), "grid": (2, 3, 3), "table": (2, 6, 6)}
-    others = {"causal": (None, None, False), "grid": (2, 3, False), "table": (False,)}
+    others = {"causal": (None, None, True), "grid": (2, 3, True), "table": (False,)}
     inputs = [torch.randn(shape, device=DEVICE) for shape in (*[(batch, 6, 4)] * 3, shapes[name])]
     return [*inputs, *others[name]]
 
@@ -290,8 +290,8 @@ def of_operator(name, batch=2):
 @pytest.mark.parametrize("name", ("causal", "grid", "table"))
 def test_kept_results_and_gradients_are_as_the_fakes_say(name, batch):
     arguments = of_operator(name, batch)
-    forward = getattr(torch.ops.aft_hf_v2, f"{name}_keeping").default
-    backward = getattr(torch.ops.aft_hf_v2, f"{name}_backward_keeping").default
+    forward = getattr(torch.ops.aft_hf_v3, f"{name}_keeping").default
+    backward = getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping").default
     found = forward(*arguments)
     for bias_needed in (True, False):
         given = found[0], *arguments, *found[1:], bias_needed
@@ -312,13 +312,13 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
     function = name if failing == "forward" else f"{name}_backward"
     monkeypatch.setattr(operators.launches(name), function, Mock(side_effect=OutOfResources(2, 1, "shared memory")))
     results, arguments = [], of_operator(name)
-    for operator in (getattr(torch.ops.aft_hf_v2, name), partial(portable, name)):
+    for operator in (getattr(torch.ops.aft_hf_v3, name), partial(portable, name)):
         leaves = [x.clone().requires_grad_() for x in arguments[:4]]
         output = operator(*leaves, *arguments[4:])
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(getattr(torch.ops.aft_hf_v2, name)(*arguments), results[1][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(getattr(torch.ops.aft_hf_v3, name)(*arguments), results[1][0], rtol=1e-4, atol=1e-5)
     assert (name, FP32, arguments[0].device) in operators.FAILED
     operators.FAILED.clear()
     assert sum("do not work on" in x.message for x in caplog.records) == 1
@@ -332,7 +332,7 @@ def test_errors_that_are_not_of_the_kernel_are_raised_and_do_not_turn_it_off(mes
     failing = Mock(side_effect=RuntimeError(f"Triton Error [CUDA]: {message}"))
     monkeypatch.setattr(operators.launches("causal"), "causal", failing)
     with pytest.raises(raised, match=message):
-        torch.ops.aft_hf_v2.causal(*of_operator("causal"))
+        torch.ops.aft_hf_v3.causal(*of_operator("causal"))
 
 
 @pytest.mark.parametrize("name", ("causal", "grid", "table"))
@@ -353,7 +353,7 @@ def test_kernels_run_on_the_device_of_their_tensors(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(type(causal_launch.walk_kernel), "__getitem__", recorded)
     inputs = [x.requires_grad_() if torch.is_tensor(x) else x for x in of_operator(name)]
-    getattr(torch.ops.aft_hf_v2, name)(*inputs).sum().backward()
+    getattr(torch.ops.aft_hf_v3, name)(*inputs).sum().backward()
     assert not outside
 
 
@@ -367,7 +367,7 @@ def test_programs_of_large_batches_fit_the_axes_of_a_gpu(monkeypatch):
 
     monkeypatch.setattr(type(causal_launch.walk_kernel), "__getitem__", recorded)
     shapes = {"table": (1, 9, 9), "grid": (384, 3, 3)}  # keys per feature; a head per feature
-    for name, others in (("table", (False,)), ("grid", (3, 3, False))):
+    for name, others in (("table", (False,)), ("grid", (3, 3, True))):
         with torch.device("meta"):
             value, bias = torch.empty(70_000, 9, 384), torch.empty(shapes[name])
         output, *kept = getattr(product_launch, name)(value, value, value, bias, *others, True)
@@ -436,8 +436,9 @@ def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, monkeypa
     given.mixer.cpu()
 
     def both_passes(gradient, *problem):
-        output, *found = causal_launch.causal(*problem, biases.hides_outside, True)
-        gradients = causal_launch.causal_backward(gradient, *problem, biases.hides_outside, *found, bias is not None)
+        output, *kept = causal_launch.causal(*problem, biases.global_connectivity, True)
+        others = biases.global_connectivity, *kept, bias is not None
+        gradients = causal_launch.causal_backward(gradient, *problem, *others)
         return [output, *(x for x in gradients if x is not None)]
 
     gradient = torch.linspace(0.2, 1, value.numel(), device=DEVICE, dtype=dtype).view_as(value)

@@ -48,7 +48,8 @@ def problem(
     query, key, value = (torch.randn(batch, length, n) for n in (width, heads if shared else width, width))
     bias = None if size is None else torch.randn(rows, positions or length, heads, size)
     slopes = 2.0 ** -torch.arange(1.0, heads + 1) if alibi else None
-    given = {"query": query, "key": key, "value": value, "bias": bias, "slopes": slopes, "first": None, "alone": False}
+    given = {"query": query, "key": key, "value": value, "bias": bias, "slopes": slopes, "first": None}
+    given["global_connectivity"] = True
     for name, change in changes.items():
         given[name] = change(given[name]) if callable(change) else change
     return list(given.values())
@@ -132,7 +133,11 @@ HIDDEN = {
 def test_nan_in_hidden_tokens_changes_nothing(hidden, size):
     options, tokens = HIDDEN[hidden]
     given = problem(
-        40, {"alone": 4, "alibi": None}.get(size, size), alone=size == "alone", alibi=size == "alibi", **options
+        40,
+        {"alone": 4, "alibi": None}.get(size, size),
+        global_connectivity=size != "alone",
+        alibi=size == "alibi",
+        **options,
     )
     if options:
         given[0][:, tokens] = given[1][:, tokens] = torch.nan
@@ -182,7 +187,7 @@ def results(given, dtype=FP32):
 def test_the_value_of_a_token_that_is_not_seen_costs_no_precision(size, place):
     tokens, found = size if place == "before the window" else 1, []
     for value in (0.0, 1e8):
-        given = problem(72, size, width=2, alone=True)
+        given = problem(72, size, width=2, global_connectivity=False)
         given[2][:, 0] = value
         if tokens == 1:
             given[1][:, 0], given[5] = -torch.inf, torch.zeros(1, 72, dtype=torch.int64)
@@ -198,7 +203,7 @@ def test_an_outlier_with_a_small_weight_costs_the_gradients_of_others_no_precisi
     found = results(given, BF16)[2][:, 1:].double().cpu()
     query, key, value, bias = (x.to(y).double() for x, y in zip(given, (BF16, BF16, BF16, FP32)))
     key.requires_grad_()
-    (exact,) = torch.autograd.grad(portable("causal", query, key, value, bias, None, None, False).sum(), key)
+    (exact,) = torch.autograd.grad(portable("causal", query, key, value, bias, None, None, True).sum(), key)
     assert (found - exact[:, 1:]).norm() <= torch.finfo(BF16).eps * exact[:, 1:].norm()
 
 
@@ -224,7 +229,7 @@ HOSTILE = {
 @pytest.mark.parametrize("hostile", [x if x in ("far larger keys", "infinite keys") else slow(x) for x in HOSTILE])
 def test_a_document_does_not_reach_the_one_before_or_after(hostile, begin, size, monkeypatch):
     monkeypatch.setattr(causal_launch, "PROGRAMS", 1000 if begin == 32 else causal_launch.PROGRAMS)
-    special = {"alone": {"alone": True}, "alibi": {"alibi": True}}.get(size, {})
+    special = {"alone": {"global_connectivity": False}, "alibi": {"alibi": True}}.get(size, {})
     window = {"alone": 4, "alibi": None}.get(size, size)
     given = problem(70, window, width=2, first=documents(70, begin)[None], **special)
     parts, (name, make_hostile) = (slice(0, begin), slice(begin, 70)), HOSTILE[hostile]
@@ -284,7 +289,7 @@ def empty_state(window, width, heads=1, shared=False, batch=1):
         (3, {}),
         (1, {}),
         (3, {"heads": 2, "shared": True}),
-        (3, {"alone": True}),
+        (3, {"global_connectivity": False}),
         (36, {}),
     ),
     ids=str,
@@ -314,7 +319,7 @@ def test_sums_of_a_state_in_float64_do_not_drift(size):
     bias = None if size is None else torch.zeros(1, 1, 1, size, device=DEVICE)
     steps = 9
     for _ in range(steps):
-        causal_launch.causal_state(*token, bias, None, None, False, *state)
+        causal_launch.causal_state(*token, bias, None, None, True, *state)
     added = (steps - (size or 1) + 1) * torch.tensor(-0.5).exp().double()
     torch.testing.assert_close(denominator.cpu() - 2.0**25, added.expand(1, 1, 1, 4), rtol=1e-6, atol=0)
     torch.testing.assert_close(numerator.cpu() - 3.0 * 2**25, added.expand(1, 1, 1, 4), rtol=1e-6, atol=0)

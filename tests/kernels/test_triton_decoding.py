@@ -119,7 +119,7 @@ def test_tokens_that_are_hidden_by_a_key_of_minus_infinity_change_nothing(window
     for step in (launches.causal_state, portable_state):
         state = [getattr(empty, name).clone() for name in SUMS_AND_WINDOW]
         parts = [(x, y) for x, y in zip(keys.split([5, 1, 1, 1, 1], 1), values.split([5, 1, 1, 1, 1], 1))]
-        outputs = [step(None, key, value, bias, None, None, False, *state) for key, value in parts]
+        outputs = [step(None, key, value, bias, None, None, True, *state) for key, value in parts]
         found.append([torch.cat(outputs, 1), *state[:2], state[2] / state[3]])
     torch.testing.assert_close(*found)
 

@@ -103,20 +103,20 @@ def test_the_package_may_be_imported_twice_in_one_process():
 
 
 @pytest.mark.parametrize("size", (3, 4))
-@pytest.mark.parametrize("hides_outside", (False, True))
-def test_a_kernel_of_causal_lags_in_a_bidirectional_problem_is_not_a_grid(size, hides_outside):
-    biases = LagKernel(torch.randn(2, size), causal=True, hides_outside=hides_outside)
+@pytest.mark.parametrize("global_connectivity", (False, True))
+def test_a_kernel_of_causal_lags_in_a_bidirectional_problem_is_not_a_grid(size, global_connectivity):
+    biases = LagKernel(torch.randn(2, size), causal=True, global_connectivity=global_connectivity)
     problem = Mixing(torch.randn(1, 9, 2), torch.randn(1, 9, 4), 2, biases)
     torch.testing.assert_close(mix(problem), mix(problem, "reference"))
 
 
 @pytest.mark.parametrize("implementation", ("auto", "portable"))
-@pytest.mark.parametrize("hides_outside", (False, True))
+@pytest.mark.parametrize("global_connectivity", (False, True))
 @pytest.mark.parametrize("grid_size", (None, (3, 3), (9, 1)), ids=str)
-def test_a_kernel_on_both_sides_in_a_causal_problem_hides_later_tokens(grid_size, hides_outside, implementation):
-    biases = LagKernel(torch.randn(2, 5), causal=False, hides_outside=hides_outside)
+def test_a_kernel_on_both_sides_in_a_causal_problem_hides_later_tokens(grid_size, global_connectivity, implementation):
+    biases = LagKernel(torch.randn(2, 5), causal=False, global_connectivity=global_connectivity)
     if grid_size is not None:
-        biases = GridKernel(torch.randn(2, 3, 3), grid_size, hides_outside)
+        biases = GridKernel(torch.randn(2, 3, 3), grid_size, global_connectivity)
     problem = Mixing(torch.randn(2, 9, 2), torch.randn(2, 9, 4), 2, biases, causal=True)
     torch.testing.assert_close(mix(problem, implementation), mix(problem, "reference"))
 

@@ -23,7 +23,7 @@ w is given by float32 tensors. `causal` and `causal_state` take
     first:         (B, T) int64: the first token that each token sees, the same for all tokens of a document, which
                    are contiguous; a number larger than t for padding, which sees nothing and is not seen. None if
                    every row is one document.
-    hides_outside: whether keys before the s last ones are hidden. Otherwise they have w = 0.
+    global_connectivity: whether keys before the s last ones are visible, with w = 0. Otherwise they are hidden.
 
 `causal_state` continues a state and updates it in place, for a prompt or a single token. Each row has at most one
 document, which follows the tokens that the state has seen:
@@ -38,7 +38,7 @@ document, which follows the tokens that the state has seen:
 a sequence is one row:
 
     kernels:       (h, a, b) with a and b odd: entry (i, j) is w for a key i - a // 2 rows below the query and
-                   j - b // 2 columns to its right. Other keys have w = 0, or are hidden (hides_outside).
+                   j - b // 2 columns to its right. Other keys have w = 0, or are hidden without global_connectivity.
 
 `table` takes a table of all pairs, and computes both sums as matrix products:
 
@@ -69,11 +69,11 @@ from .library import load_library
 from .triton.kept import kept_like
 
 
-NAMESPACE = "aft_hf_v2"
+NAMESPACE = "aft_hf_v3"
 INPUTS = "Tensor? query, Tensor key, Tensor value"
 ARGUMENTS = {
-    "causal": f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool hides_outside",
-    "grid": f"{INPUTS}, Tensor kernels, SymInt rows, SymInt columns, bool hides_outside",
+    "causal": f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool global_connectivity",
+    "grid": f"{INPUTS}, Tensor kernels, SymInt rows, SymInt columns, bool global_connectivity",
     "table": f"{INPUTS}, Tensor bias, bool causal",
     "band": "Tensor query, Tensor key, SymInt start, SymInt length, int window, Tensor? starts",
 }
@@ -189,7 +189,7 @@ def _autograd_of_state(*arguments: Any) -> torch.Tensor:
     if not _is_for_kernels(arguments):
         return portable_state(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.aft_hf_v2.causal_state.default(*arguments)
+        return torch.ops.aft_hf_v3.causal_state.default(*arguments)
 
 
 def _takes(name: str, arguments: Sequence[Any]) -> bool:
@@ -214,7 +214,7 @@ class _Function(torch.autograd.Function):
         kept: tuple[torch.Tensor, ...] = ()
         with torch._C._AutoDispatchBelowAutograd():
             if KEEPING and name != "band" and arguments[2].device.type in KEEPING:
-                output, *kept = getattr(torch.ops.aft_hf_v2, f"{name}_keeping").default(*arguments)
+                output, *kept = getattr(torch.ops.aft_hf_v3, f"{name}_keeping").default(*arguments)
             else:
                 output = OPERATORS[name](*arguments)
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in arguments), *kept)
@@ -232,7 +232,7 @@ class _Function(torch.autograd.Function):
                 found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, **options))
             return None, *(next(found) if need else None for need in needed)
         kept = saved[count:]
-        operator = getattr(torch.ops.aft_hf_v2, f"{name}_backward_keeping" if kept else f"{name}_backward").default
+        operator = getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping" if kept else f"{name}_backward").default
         flags = () if name == "band" else (needed[3],)
         gradients = operator(gradient, *arguments, *kept, *flags)
         given = (x if need else None for x, need in zip(gradients, needed))
@@ -340,7 +340,7 @@ def _call_band(kernel, query, key, start, band, *gradients):  # type: ignore[no-
 Fields = tuple[int, bool, list[Any]]
 
 
-def _causal_fields(query, key, value, bias, slopes, first, hides_outside, *state) -> Fields:  # type: ignore[no-untyped-def]
+def _causal_fields(query, key, value, bias, slopes, first, global_connectivity, *state) -> Fields:  # type: ignore[no-untyped-def]
     batch, length, width = value.shape
     rows, positions, of_bias, size = (0, 0, 0, 1) if bias is None else bias.shape
     heads = state[0].shape[1] if state else num_heads(bias, slopes)
@@ -356,13 +356,13 @@ def _causal_fields(query, key, value, bias, slopes, first, hides_outside, *state
         dtypes = [torch.float32, torch.float32, torch.float64, torch.float64, torch.float32]
         fits = fits and all(x.is_contiguous() for x in state) and [x.dtype for x in state] == dtypes
     given = [x if x is None else x.contiguous() for x in (slopes, first)]
-    return heads, fits, [size, rows, positions, hides_outside, *given, *(state or (None,) * 5)]
+    return heads, fits, [size, rows, positions, global_connectivity, *given, *(state or (None,) * 5)]
 
 
-def _grid_fields(query, key, value, kernels, rows, columns, hides_outside) -> Fields:  # type: ignore[no-untyped-def]
+def _grid_fields(query, key, value, kernels, rows, columns, global_connectivity) -> Fields:  # type: ignore[no-untyped-def]
     heads, *size = kernels.shape
     fits = len(size) == 2 and all(x % 2 for x in size) and min(rows, columns) >= 0
-    return heads, fits and value.shape[1] == rows * columns, [rows, columns, *size, hides_outside]
+    return heads, fits and value.shape[1] == rows * columns, [rows, columns, *size, global_connectivity]
 
 
 def _table_fields(query, key, value, bias, causal) -> Fields:  # type: ignore[no-untyped-def]
@@ -473,4 +473,4 @@ def _register_all() -> None:
 if not REGISTERED:
     _register_all()
 # The overloads, which are looked up once.
-OPERATORS: dict[str, Any] = {name: getattr(torch.ops.aft_hf_v2, name).default for name in ARGUMENTS}
+OPERATORS: dict[str, Any] = {name: getattr(torch.ops.aft_hf_v3, name).default for name in ARGUMENTS}

@@ -314,7 +314,7 @@ class SequenceShard(Shard):
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""
         biases, heads = problem.biases, problem.num_heads
-        options: dict[str, Any] = {"slopes": biases.slopes, "hides_outside": biases.hides_outside}
+        options: dict[str, Any] = {"slopes": biases.slopes, "global_connectivity": biases.global_connectivity}
         options |= {"num_heads": heads, "reach": biases.reach}
         keys, values, sums = state_at_end(self, problem.key, problem.value, **options)
         keys, values = split_heads(keys, heads), split_heads(values, heads)
@@ -331,7 +331,7 @@ def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) ->
     """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
     biases = problem.biases
     assert biases.reach is not None
-    past = count_of_past(biases.reach, biases.hides_outside)
+    past = count_of_past(biases.reach, biases.global_connectivity)
     key, value = with_past(
         shard,
         problem.key,
@@ -339,7 +339,7 @@ def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) ->
         num_heads=problem.num_heads,
         reach=biases.reach,
         slopes=biases.slopes,
-        hides_outside=biases.hides_outside,
+        global_connectivity=biases.global_connectivity,
     )
     whole = replace(problem, key=key, value=value, num_queries=None)
     # Tokens in front belong to the document that the shard continues. If it continues none, they are hidden.
@@ -369,8 +369,12 @@ def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> t
     on_grid = isinstance(biases, GridKernel)
     rows, columns = biases.grid_size if on_grid else (0, 1)
     reach = columns * (biases.kernels.shape[-1] // 2 if on_grid else biases.reach)
-    options: dict[str, Any] = {"num_heads": problem.num_heads, "reach": reach, "hides_outside": biases.hides_outside}
-    past = count_of_past(reach, biases.hides_outside)
+    options: dict[str, Any] = {
+        "num_heads": problem.num_heads,
+        "reach": reach,
+        "global_connectivity": biases.global_connectivity,
+    }
+    past = count_of_past(reach, biases.global_connectivity)
     key, value = with_past(shard, problem.key, problem.value, **options)
     following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
     filling = -past % columns  # hidden tokens that complete the rows of the summary tokens

@@ -57,7 +57,7 @@ def with_past(
     num_heads: int,
     reach: int,
     slopes: torch.Tensor | None = None,
-    hides_outside: bool = False,
+    global_connectivity: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepend the tokens that stand for everything before a shard to its keys and values.
 
@@ -68,18 +68,18 @@ def with_past(
         num_heads: h.
         reach: the largest distance at which w may differ from 0.
         slopes: (h,), for w = -slope * distance.
-        hides_outside: whether tokens beyond `reach` are hidden.
+        global_connectivity: whether tokens beyond `reach` are visible, with w = 0.
 
     Returns:
         Keys (B, E + T, h k) and values (B, E + T, d) in float32, or float64 for float64, with E = `count_of_past`
         tokens in front. Tokens that do not exist are hidden.
     """
-    return _WithPast.apply(_Exchange(shard, num_heads, reach, slopes, hides_outside), key, value)
+    return _WithPast.apply(_Exchange(shard, num_heads, reach, slopes, global_connectivity), key, value)
 
 
-def count_of_past(reach: int, hides_outside: bool) -> int:
+def count_of_past(reach: int, global_connectivity: bool) -> int:
     """E, the number of tokens that `with_past` prepends."""
-    return reach if hides_outside else FAR_TOKENS + reach
+    return FAR_TOKENS + reach if global_connectivity else reach
 
 
 @torch.no_grad()
@@ -130,9 +130,11 @@ class _Exchange:
     Sums have the shapes (B, h, c) and (B, h, k); gathered sums have the number of shards N in front.
     """
 
-    def __init__(self, shard: Shard, num_heads: int, reach: int, slopes: torch.Tensor | None, hides_outside: bool):
+    def __init__(
+        self, shard: Shard, num_heads: int, reach: int, slopes: torch.Tensor | None, global_connectivity: bool
+    ):
         self.shard, self.num_heads, self.reach, self.slopes = shard, num_heads, reach, slopes
-        self.far_tokens = count_of_past(reach, hides_outside) - reach
+        self.far_tokens = count_of_past(reach, global_connectivity) - reach
 
     # --------------------------------------------------------------------------------------------------- forward
 

@@ -26,7 +26,7 @@ class Forward : public CausalColumn<S> {
       });
       this->advance(count);
     }
-    if (has_state_ && !p.hides_outside) write_sums();
+    if (has_state_ && p.global_connectivity) write_sums();
   }
 
  private:
@@ -43,7 +43,7 @@ class Forward : public CausalColumn<S> {
   void read_state() {
     for (int i = 0; i < reach; ++i)
       this->put(i, split_exp(get(p.keys, reach, i, key_features_)), get(p.values, reach, i, features_));
-    if (p.hides_outside) return;
+    if (!p.global_connectivity) return;
     // exp(maximum) = m 2^n, as seen from the first new token
     const Scaled scale = split_exp(get(before_.maximum, 1, 0, key_features_)), step = this->growth(1);
     const vd factor = widened(scale.m) / widened(step.m);

@@ -26,7 +26,7 @@ constexpr unsigned ALL = ~0u;   // all tiles of a chunk, a bit each
 struct CausalProblem : Problem {
   int64_t window;                 // s
   int64_t bias_batch, bias_rows;  // bias is (1 or B, 1 or more, h, s); its last key is the query's own; null for w = 0
-  int64_t hides_outside;          // whether keys before the window are hidden
+  int64_t global_connectivity;    // whether keys before the window are visible, with w = 0
   const float* slopes;            // (h,) if w = -slope (t - t'); or null
   const int64_t* first;           // (B, T), the first token that each token sees, a later one for padding; or null
   // The state before the first token and after the last one; null pointers without one.
@@ -116,7 +116,7 @@ class Weights {
  private:
   void fill(int64_t r) {
     const float none = 0.0f, *w = p.bias ? p.bias + r * p.window : &none;
-    float top = p.hides_outside ? -LARGEST : 0.0f;
+    float top = p.global_connectivity ? 0.0f : -LARGEST;
     for (int64_t i = 0; i < p.window; ++i) top = std::max(top, std::min(w[i], LARGEST));
     const vf most = splat(std::nearbyint(top * LOG2_E) - room);
     float *weights = &table_[r * stride], *first = weights + PAD;
@@ -125,7 +125,7 @@ class Weights {
       const Scaled e = split_exp(load(w + i, count));
       store(first + i, scaled(e.m, e.n - most), count);
     }
-    weights[stride - 1] = p.hides_outside ? 0.0f : scaled(splat(1.0f), -most)[0];
+    weights[stride - 1] = p.global_connectivity ? scaled(splat(1.0f), -most)[0] : 0.0f;
   }
 
   void spread() {  // the numbers of heads to vectors of features
@@ -291,7 +291,7 @@ class CausalColumn {
 
   // Adds the entries begin .. end - 1 to the far sums.
   void take_in(int begin, int end, vf center) {
-    if (p.hides_outside || begin == end) return;
+    if (!p.global_connectivity || begin == end) return;
     far.add(careful_sums({}, [&](auto visit) {
       for (int i = begin; i < end; ++i) visit({load(m + i * VL), load(n + i * VL)}, load(v + i * VL) - center);
     }));
@@ -337,7 +337,7 @@ class CausalColumn {
         const vf of_far = weight<VECTORS>(weights[u], p.window + PAD);
         numerator[u] = (later.numerator + own.numerator) * of_far;
         denominator[u] = (later.denominator + own.denominator) * of_far;
-        if (p.hides_outside || u >= rows) continue;
+        if (!p.global_connectivity || u >= rows) continue;
         own.numerator += load(ev + (i + u) * VL), own.denominator += load(e + (i + u) * VL);
       }
       if (reach == 0) {

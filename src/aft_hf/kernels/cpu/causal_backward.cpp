@@ -91,7 +91,7 @@ class Backward {
     sums.far = Sums();
     for (int64_t t = begin; t < end; t += sums.chunk, index += columns_.size()) {
       states_[index] = sums.far;
-      if (p.hides_outside || t + sums.chunk >= end) continue;
+      if (!p.global_connectivity || t + sums.chunk >= end) continue;
       const int64_t first = std::max(begin, t - reach_), last = std::max(begin, t + sums.chunk - reach_);
       sums.read(first, int(last - first), 0);
       sums.take_in(0, int(last - first), vf{});
@@ -179,7 +179,7 @@ class Backward {
       for (int u = TILE - 1; u >= 0; --u) {
         const int i = entry + u;
         a[u] = b[u] = vf{};
-        if (p.hides_outside || i >= count) continue;
+        if (!p.global_connectivity || i >= count) continue;
         a[u] = later.denominator + own.denominator, b[u] = later.numerator + own.numerator;
         const vf weight = sums.template weight<VECTORS>(sums.weights_of(i), p.window + PAD);
         own.denominator += load(column.a + i * VL) * weight, own.numerator += load(column.b + i * VL) * weight;
@@ -234,7 +234,7 @@ class Backward {
       add_to_row(position + i, products_, false);
       clear(products_, window_);
     }
-    for (int i = count - 1; i >= 0 && !p.hides_outside; --i) {
+    for (int i = count - 1; i >= 0 && p.global_connectivity; --i) {
       const int64_t at = i * VL;
       const vf key = load(sums.m + at), n = load(sums.n + at) + later.n;
       const vf a = key == 0.0f ? vf{} : scaled(key * later.denominator, n);

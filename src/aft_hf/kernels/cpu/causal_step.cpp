@@ -41,14 +41,14 @@ void step(const CausalProblem& p, int64_t row, int64_t head, std::vector<vf>& ex
     far_denominator *= widened(unit);
 
     Sums far;
-    if (!p.hides_outside) far = {narrowed(far_numerator), narrowed(far_denominator), far_n};
+    if (p.global_connectivity) far = {narrowed(far_numerator), narrowed(far_denominator), far_n};
     vf average = careful_sums(far, [&](auto visit) {
       for (int64_t j = 0; j < p.window; ++j)
         visit(Scaled{exps[2 * j], exps[2 * j + 1]}, j < kept ? load(values + j * features + f, count) : value);
     }).average();
     if (p.query.data) average *= sigmoid(load(token_at<S>(p.query, row, 0, head * features + f), count));
     store((S*)p.output + row * p.width + head * features + f, average, count);
-    if (p.hides_outside) continue;
+    if (!p.global_connectivity) continue;
 
     const vf key_of_leaving = kept ? of_keys(load(keys + key_f, key_count)) : key;
     const vf value_of_leaving = kept ? load(values + f, count) : value;

@@ -75,7 +75,7 @@ struct Group {
       Features& next = features.emplace_back(Features{f, part(end - f)});
       for (int lane = 0; lane < next.count; ++lane) next.lanes[lane] = int((f + lane) / of_key - first);
     }
-    vf most = p.hides_outside ? splat(NEVER) : vf{};
+    vf most = p.global_connectivity ? vf{} : splat(NEVER);
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
       vf w = {};
       for (int lane = 0; lane < count; ++lane) w[lane] = p.bias[head(p, lane) * p.taps() + tap];
@@ -86,7 +86,7 @@ struct Group {
       m[tap] = e.m, n[tap] = e.n, most = max(e.n, most);
     }
     for (int64_t tap = 0; tap < p.taps(); ++tap) weights[tap] = scaled(m[tap], n[tap] - most);
-    outside = p.hides_outside ? vf{} : scaled(splat(1.0f), -most);
+    outside = p.global_connectivity ? scaled(splat(1.0f), -most) : vf{};
   }
 
   int64_t head(const GridProblem& p, int lane) const { return (first + lane) * p.heads / p.key_width; }
@@ -214,16 +214,16 @@ class Task {
 
   // The weighted sums of an image for all positions.
   void convolve(const Vectors& image, const Vectors& kernel, vf of_outside, Vectors& sums) {
-    if (!p.hides_outside) sum_outside(image);
+    if (p.global_connectivity) sum_outside(image);
     const int64_t reach = p.kernel_rows / 2;
     for (int64_t row = 0; row < p.rows; ++row) {
       const int64_t first = std::max<int64_t>(0, row - reach), last = std::min(p.rows - 1, row + reach);
-      const vf rows = p.hides_outside ? vf{} : above_[first] + below_[last];  // outside of the kernel
+      const vf rows = p.global_connectivity ? above_[first] + below_[last] : vf{};  // outside of the kernel
       for_tiles(p.columns, [&](auto size, int64_t column) {
         constexpr int Q = size;
         vf x[Q];
         for (int u = 0; u < Q; ++u) x[u] = rows;
-        for (int64_t r = first; r <= last && !p.hides_outside; ++r)
+        for (int64_t r = first; r <= last && p.global_connectivity; ++r)
           for (int u = 0; u < Q; ++u) x[u] += beside_[r * p.columns + column + u];
         for (int u = 0; u < Q; ++u) x[u] *= of_outside;
         for (int64_t r = first; r <= last; ++r) {
@@ -264,8 +264,8 @@ class Task {
   void each_key(int64_t query, const Visit& visit) const {
     const int64_t row = query / p.columns - p.kernel_rows / 2, column = query % p.columns - p.kernel_columns / 2;
     const auto inside = [](int64_t i, int64_t count) { return i >= 0 && i < count; };
-    const auto first = [&](int64_t start) { return p.hides_outside ? std::max<int64_t>(start, 0) : start; };
-    const auto last = [&](int64_t end, int64_t size) { return p.hides_outside ? std::min(end, size) : end; };
+    const auto first = [&](int64_t start) { return p.global_connectivity ? start : std::max<int64_t>(start, 0); };
+    const auto last = [&](int64_t end, int64_t size) { return p.global_connectivity ? end : std::min(end, size); };
     for (int64_t i = first(-row); i < last(p.rows - row, p.kernel_rows); ++i)
       for (int64_t j = first(-column); j < last(p.columns - column, p.kernel_columns); ++j) {
         const bool near = inside(i, p.kernel_rows) && inside(j, p.kernel_columns);

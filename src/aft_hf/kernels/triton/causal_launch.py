@@ -119,7 +119,7 @@ class Window(NamedTuple):
 
     tensor: torch.Tensor
     heads: int
-    alone: bool
+    global_connectivity: bool
     positions: int
     past: int
     size: int
@@ -129,11 +129,13 @@ class Window(NamedTuple):
     w_base: int
 
     @classmethod
-    def by_lag(cls, bias: torch.Tensor, alone: bool, past: int = 0) -> "Window":
+    def by_lag(cls, bias: torch.Tensor, global_connectivity: bool, past: int = 0) -> "Window":
         """w of `causal`, (B or 1, P or 1, h, s)."""
         rows, positions, heads, size = bias.shape
         w_row = positions * heads * size if rows > 1 else 0
-        return cls(bias.contiguous(), heads, alone, positions, past, size, w_row, heads * size, size, size - 1)
+        return cls(
+            bias.contiguous(), heads, global_connectivity, positions, past, size, w_row, heads * size, size, size - 1
+        )
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -165,7 +167,12 @@ class Sweep:
             min(self.chunks, 2 * self.near + 2 if backward else self.near + 2) if same else self.chunks
         )
         self.blocks, self.device = -(-head // self.chosen["BD"]), value.device
-        shape: dict[str, Any] = {"HEADS": window.heads, "NEAR": self.near, "ALONE": window.alone, "C": CHUNK}
+        shape: dict[str, Any] = {
+            "HEADS": window.heads,
+            "NEAR": self.near,
+            "GLOBAL": window.global_connectivity,
+            "C": CHUNK,
+        }
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
         self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None, **self.chosen}
         self.repair = {name: x for name, x in self.common.items() if name != "PRECISION"}
@@ -192,7 +199,7 @@ class Sweep:
 
     def segments(self, value: torch.Tensor) -> tuple[int, int]:
         """Into how many segments to cut the rows, and their length: single chunks if no sums connect them."""
-        if self.common["ALONE"]:
+        if not self.common["GLOBAL"]:
             return self.chunks, CHUNK
         return segments(value, self.chosen["BD"], self.chosen["num_warps"])
 
@@ -211,7 +218,7 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     at = Sweep(query, key, value, window, first, backward=False, initial=state is not None)
     count, size = at.segments(value)
-    far, strides, tiles = not window.alone, _strides(query, key, value), at.tiles
+    far, strides, tiles = window.global_connectivity, _strides(query, key, value), at.tiles
     sums = at.empty(at.batch, count, 5, at.width) if far and count > 1 else None
     before, nothing = state or (None,) * 3, (None,) * 3
     if sums is not None:
@@ -253,7 +260,7 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
     at = Sweep(query, key, value, window, first, backward=True)
     count, size = at.segments(value)
     strides, tiles, flags = _strides(gradient, query, key, value), at.tiles, at.state()
-    sums = at.empty(at.batch, count, 6, at.width) if not window.alone and count > 1 else None
+    sums = at.empty(at.batch, count, 6, at.width) if window.global_connectivity and count > 1 else None
     tensors = gradient, query, key, value, *kept
     given = *tensors, tiles.of_keys, tiles.top, tiles.far, first, sums, grad_query, grad_key, grad_value, *flags
     sizes, others = (at.length, at.chunks, at.tiles_per_row, at.width), (size // CHUNK, at.rows, *strides)
@@ -291,7 +298,7 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
 # ----------------------------------------------------------------------------------------------------------- operators
 
 
-def causal(query, key, value, bias, slopes, first, hides_outside, keep):  # type: ignore[no-untyped-def]
+def causal(query, key, value, bias, slopes, first, global_connectivity, keep):  # type: ignore[no-untyped-def]
     """Compute `causal` and, with `keep`, what its gradient needs; empty tensors otherwise."""
     kept = kept_like("causal", key, value, bias) if keep else None
     slopes, first = (x if x is None else x.contiguous() for x in (slopes, first))
@@ -300,12 +307,12 @@ def causal(query, key, value, bias, slopes, first, hides_outside, keep):  # type
     elif bias is None:
         output = walk(query, key, value, slopes, first, kept)
     else:
-        output = sweep(query, key, value, Window.by_lag(bias, hides_outside), first, kept)
+        output = sweep(query, key, value, Window.by_lag(bias, global_connectivity), first, kept)
     return output, *(kept or (value.new_empty(0) for _ in range(3)))
 
 
 def causal_backward(  # type: ignore[no-untyped-def]
-    gradient, query, key, value, bias, slopes, first, hides_outside, average, logsumexp, center, bias_needed
+    gradient, query, key, value, bias, slopes, first, global_connectivity, average, logsumexp, center, bias_needed
 ):
     kept = average, logsumexp, center
     slopes, first = (x if x is None else x.contiguous() for x in (slopes, first))
@@ -315,7 +322,7 @@ def causal_backward(  # type: ignore[no-untyped-def]
     elif bias is None:
         found = *walk_backward(gradient, query, key, value, slopes, first, kept), None
     else:
-        window = Window.by_lag(bias, hides_outside)
+        window = Window.by_lag(bias, global_connectivity)
         *found, of_window = sweep_backward(gradient, query, key, value, window, first, kept, bias_needed)
         found = *found, None if of_window is None else _by_position(of_window, bias, first)
     return tuple(value.new_empty(0) if x is None else x for x in found)
@@ -346,15 +353,15 @@ def _by_position(of_window: torch.Tensor, bias: torch.Tensor, first: torch.Tenso
 # --------------------------------------------------------------------------------------------------------- generation
 
 
-def causal_state(query, key, value, bias, slopes, first, hides_outside, *state):  # type: ignore[no-untyped-def]
+def causal_state(query, key, value, bias, slopes, first, global_connectivity, *state):  # type: ignore[no-untyped-def]
     """Compute `causal_state`, which updates the state in place."""
     slopes = slopes if slopes is None else slopes.contiguous()
     if value.shape[1] == 1 and first is None:
-        return decode(query, key, value, bias, slopes, state, alone=hides_outside)
-    return prefill(query, key, value, bias, slopes, first, hides_outside, state)
+        return decode(query, key, value, bias, slopes, state, global_connectivity=global_connectivity)
+    return prefill(query, key, value, bias, slopes, first, global_connectivity, state)
 
 
-def prefill(query, key, value, bias, slopes, first, hides_outside, state):  # type: ignore[no-untyped-def]
+def prefill(query, key, value, bias, slopes, first, global_connectivity, state):  # type: ignore[no-untyped-def]
     """Compute Eq. 2 times the gate for new tokens, and add them to the state."""
     numerator, denominator, maximum = state[2:]
     padding = place = None
@@ -370,19 +377,19 @@ def prefill(query, key, value, bias, slopes, first, hides_outside, state):  # ty
         first = None if padding is None else torch.where(padding, value.shape[1], -1)
         output = walk(query, key, value, slopes, first, None, (maximum, numerator, denominator))
     else:
-        output = _window_prefill(query, key, value, bias, hides_outside, padding, state)
+        output = _window_prefill(query, key, value, bias, global_connectivity, padding, state)
     if place is None:
         return output
     return output.take_along_dim(place.unsqueeze(2), 1).masked_fill(hidden.unsqueeze(2), 0.0)
 
 
-def _window_prefill(query, key, value, bias, hides_outside, padding, state):  # type: ignore[no-untyped-def]
+def _window_prefill(query, key, value, bias, global_connectivity, padding, state):  # type: ignore[no-untyped-def]
     """Compute new tokens together with those of the window, whose outputs are dropped; padding comes last."""
     keys, values, numerator, denominator, maximum = state
     past = keys.shape[2]
     key, value = (torch.cat([join_heads(x).to(y.dtype), y], 1) for x, y in ((keys, key), (values, value)))
     query = query if query is None else torch.nn.functional.pad(query, (0, 0, past, 0))
-    window = Window.by_lag(bias, hides_outside, past)
+    window = Window.by_lag(bias, global_connectivity, past)
     output = sweep(query, key, value, window, None, None, (maximum, numerator, denominator))[:, past:].contiguous()
     _store_state(key, value, state, padding, window)
     return output
@@ -393,7 +400,7 @@ def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no
     keys, _, numerator, denominator, maximum = state
     (batch, length, width), past, (heads, head) = value.shape, keys.shape[2], (keys.shape[1], state[1].shape[3])
     counts, sums, count = None, None, 0
-    if not window.alone:
+    if window.global_connectivity:
         chosen, limit = options("walk_kernel", value), None
         count, size = segments(value[:, past:], chosen["BD"], chosen["num_warps"])
         sums = torch.empty((batch, count + 1, 5, width), dtype=torch.float32, device=value.device)
@@ -406,7 +413,7 @@ def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no
         counts = (~padding).sum(1)
     block = min(64, power_of_two_from(head))
     options_of_kernel: dict[str, Any] = {"HEADS": heads, "BLOCKS": -(-head // block), "HEAD": head, "BD": block}
-    options_of_kernel |= {"KEY_PER_HEAD": key.shape[2] != width, "ALONE": window.alone, "C": CHUNK}
+    options_of_kernel |= {"KEY_PER_HEAD": key.shape[2] != width, "GLOBAL": window.global_connectivity, "C": CHUNK}
     old = maximum.clone(), numerator.clone(), denominator.clone()
     given = key, value, sums, counts, *old, *state
     sizes = length, width, count, past, past, *_strides(key, value)
@@ -414,7 +421,7 @@ def _store_state(key, value, state, padding, window) -> None:  # type: ignore[no
     state_kernel[(programs,)](*given, *sizes, COUNTED=counts is not None, **options_of_kernel)
 
 
-def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no-untyped-def]
+def decode(query, key, value, bias, slopes, state, *, global_connectivity):  # type: ignore[no-untyped-def]
     """Compute Eq. 2 of one new token times the gate, (B, 1, d), and add it to the state, by one kernel."""
     query, key, value = _dense(query), _dense(key), _dense(value)
     batch, _, width = value.shape
@@ -426,7 +433,12 @@ def decode(query, key, value, bias, slopes, state, *, alone):  # type: ignore[no
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     strides = [0 if x is None or len(x) == 1 else x.stride(0) for x in (query, key, value, bias)]
     constants: dict[str, Any] = {"HEADS": heads, "BLOCKS": blocks, "HEAD": head, "KEY_PER_HEAD": shared}
-    constants |= {"ALIBI": slopes is not None, "BIASED": bias is not None, "ALONE": alone, "GATED": query is not None}
+    constants |= {
+        "ALIBI": slopes is not None,
+        "BIASED": bias is not None,
+        "GLOBAL": global_connectivity,
+        "GATED": query is not None,
+    }
     constants |= chosen | {"BW": block, "BD": features}
     programs = batch * heads * (1 if shared else blocks)
     step_kernel[(programs,)](query, key, value, bias, slopes, *state, output, window, width, *strides, **constants)

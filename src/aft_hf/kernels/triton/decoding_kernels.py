@@ -25,7 +25,7 @@ def step_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, slope_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr, y_ptr,
     W, D, qb, kb, vb, wb,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, ALIBI: tl.constexpr,
-    BIASED: tl.constexpr, ALONE: tl.constexpr, GATED: tl.constexpr, BW: tl.constexpr,
+    BIASED: tl.constexpr, GLOBAL: tl.constexpr, GATED: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the average of one new token in each row, times sigmoid(query) if GATED, and add the token to the state.
@@ -84,12 +84,12 @@ def step_kernel(
                 tl.store(value_places - HEAD, values, inside & moved)
             tl.store(keys_ptr + key_start + (W - 1) * key_step, key, key_kept & (W > 0))
             tl.store(values_ptr + value_start + (W - 1) * HEAD, value, exists & (W > 0))
-            if not ALONE:
+            if GLOBAL:
                 new = tl.maximum(top, far)
                 old, here = tl.exp(top - new), tl.exp(far - new)
                 num = num * old + far_num.to(tl.float32) * here
                 den = den * old + far_den.to(tl.float32) * here
-        if not ALONE:
+        if GLOBAL:
             # The token that leaves the window is added to the sums; without a window, this is the new token itself
             new = tl.maximum(far - slope, leaving)
             old, here = tl.exp((far - new) - slope), tl.exp(leaving - new)  # far - slope may be rounded
@@ -110,7 +110,7 @@ def step_kernel(
 def state_kernel(
     k_ptr, v_ptr, sums_ptr, count_ptr, old_m_ptr, old_n_ptr, old_d_ptr, keys_ptr, values_ptr, n_ptr, d_ptr, m_ptr,
     T, D, S, W, past, kb, kt, vb, vt,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, ALONE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, GLOBAL: tl.constexpr,
     COUNTED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Store the state after T tokens: the last W keys and values, and the sums before them, which are those of the old
@@ -140,7 +140,7 @@ def state_kernel(
         to = keys_ptr + (key_place + of_head * (W - 1) * key_step)[None, :] + i[:, None] * key_step
         tl.store(to, keys.to(tl.float32), there & key_kept[None, :])
         tl.store(values_ptr + (of_head * W + i[:, None]) * HEAD + own[None, :], values.to(tl.float32), there)
-    if not ALONE:
+    if GLOBAL:
         M, num = tl.load(old_m_ptr + key_place, exists, EMPTY), tl.load(old_n_ptr + of_head * HEAD + own, exists, 0.0)
         den = tl.load(old_d_ptr + key_place, exists, 0.0)
         for s in range(S):

@@ -260,14 +260,14 @@ def query_operand_kernel(
 @triton.jit
 def _product(
     e_ptr, x_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
-    GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, HIDDEN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, GLOBAL: tl.constexpr, TRANSPOSED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A, or A^T if TRANSPOSED, times a tile of columns of X, for a block of rows: (BM, BN)."""
     row, column = block * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
     begin, end = 0, tl.cdiv(T, BK) * BK
-    if FAR or HIDDEN:  # outside the range of the kernel, w is 0 or -inf for all pairs
+    if FAR or not GLOBAL:  # outside the range of the kernel, w is 0 or -inf for all pairs
         begin = tl.maximum(block * BM - reach, 0) // ROWS * ROWS
         end = tl.minimum(end, tl.cdiv(block * BM + BM + reach, ROWS) * ROWS)
     if CAUSAL:
@@ -316,7 +316,7 @@ def average_kernel(
     B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    HIDDEN: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    GLOBAL: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the averages of a block of queries, times sigmoid(query) if GATED; with KEEP, also store them as offsets
@@ -325,7 +325,7 @@ def average_kernel(
     blocks, head = tl.cdiv(T, BM), tl.program_id(1)
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     acc = _product(e_ptr, x_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
-                   GRID, CAUSAL, FAR, HIDDEN, False, BM, BN, BK, PRECISION)  # fmt: skip
+                   GRID, CAUSAL, FAR, GLOBAL, False, BM, BN, BK, PRECISION)  # fmt: skip
     num = tl.reshape(acc, (BM, UNITS, WIDTH))
     b, part, key, f, exists, is_feature, is_p = _units(
         tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip
@@ -345,7 +345,7 @@ def average_kernel(
             _add_pairwise(
                 q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
                 B, T, D, KD, S, reach, vb, vt, vf, kb, kt, kf,
-                HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, HIDDEN, GATED, KEEP)  # fmt: skip
+                HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, GLOBAL, GATED, KEEP)  # fmt: skip
 
 
 @triton.jit
@@ -373,7 +373,7 @@ def _add_pairwise(
     q_ptr, k_ptr, v_ptr, m_ptr, center_ptr, w_ptr, a_ptr, code_ptr, y_ptr, c_ptr, l_ptr, start, tile, head,
     B, T, D, KD, S, reach, vb, vt, vf, kb, kt, kf,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
-    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, HIDDEN: tl.constexpr,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, GLOBAL: tl.constexpr,
     GATED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Compute the averages of CAREFUL queries key by key, relative to the largest term so far."""
@@ -385,7 +385,7 @@ def _add_pairwise(
     den = tl.zeros((CAREFUL, UNITS, 1), tl.float32)
     num = tl.zeros((CAREFUL, UNITS, WIDTH), tl.float32)
     begin, end = 0, T
-    if HIDDEN:  # outside the range of the kernel
+    if not GLOBAL:  # outside the range of the kernel
         begin = tl.maximum(start - reach, 0)
         end = tl.minimum(start + reach + CAREFUL, T)
     for u in range(begin, end):
@@ -412,7 +412,7 @@ def key_gradient_kernel(
     sum_ptr, flag_ptr, dk_ptr, dv_ptr, B, T, TP, D, KD, J, vb, vt, vf, kb, kt, kf, S, reach,
     HEAD: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, KEY_PER_HEAD: tl.constexpr, LARGE: tl.constexpr,
     UNITS: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    HIDDEN: tl.constexpr, GATED: tl.constexpr,
+    GLOBAL: tl.constexpr, GATED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; that of the keys for each unit, (B, T, h PARTS)."""
@@ -426,7 +426,7 @@ def key_gradient_kernel(
                 HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH, GRID, CAUSAL, GATED)  # fmt: skip
     else:
         acc = _product(e_ptr, z_ptr, sum_ptr, a_ptr, code_ptr, head, block, tile, T, TP, J, S, reach,
-                       GRID, CAUSAL, FAR, HIDDEN, True, BM, BN, BK, PRECISION)  # fmt: skip
+                       GRID, CAUSAL, FAR, GLOBAL, True, BM, BN, BK, PRECISION)  # fmt: skip
         acc = tl.reshape(acc, (BM, UNITS, WIDTH))
         b, part, key, f, exists, is_feature, _ = _units(
             tile, head, B, HEAD, PARTS, PART, KEY_PER_HEAD, LARGE, UNITS, WIDTH)  # fmt: skip

@@ -22,19 +22,21 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def grid(query, key, value, kernels, rows, columns, hides_outside, keep) -> Results:  # type: ignore[no-untyped-def]
+def grid(query, key, value, kernels, rows, columns, global_connectivity, keep) -> Results:  # type: ignore[no-untyped-def]
     """Compute `grid` of `kernels/operators.py`, and with `keep` what the backward pass needs."""
     return _forward(
-        _Problem(query, key, value, kernels, Grid(rows, columns, kernels.shape[1], kernels.shape[2], hides_outside)),
+        _Problem(
+            query, key, value, kernels, Grid(rows, columns, kernels.shape[1], kernels.shape[2], global_connectivity)
+        ),
         keep,
     )
 
 
 def grid_backward(  # type: ignore[no-untyped-def]
-    gradient, query, key, value, kernels, rows, columns, hides_outside, average, logsumexp, center, bias_needed
+    gradient, query, key, value, kernels, rows, columns, global_connectivity, average, logsumexp, center, bias_needed
 ) -> Gradients:
     problem = _Problem(
-        query, key, value, kernels, Grid(rows, columns, kernels.shape[1], kernels.shape[2], hides_outside)
+        query, key, value, kernels, Grid(rows, columns, kernels.shape[1], kernels.shape[2], global_connectivity)
     )
     return _backward(problem, gradient, average, logsumexp, center, bias_needed)
 
@@ -58,7 +60,7 @@ class Grid(NamedTuple):
     columns: int
     height: int
     width: int
-    hides_outside: bool
+    global_connectivity: bool
 
     @property
     def offsets(self) -> int:
@@ -93,7 +95,7 @@ class _Problem:
         self.tiles = -(-self.batch * self.parts * unit // block)
         depth = max(ROWS, self.options["BM"], self.weight_options["BM"])
         self.padded = -(-self.length // depth) * depth
-        far = grid is not None and not grid.hides_outside and 2 * grid.reach + 3 * ROWS <= self.length
+        far = grid is not None and grid.global_connectivity and 2 * grid.reach + 3 * ROWS <= self.length
         self.columns = {"HEAD": features, "PARTS": self.parts, "PART": part, "KEY_PER_HEAD": per_head, "WIDTH": unit}
         self.columns["LARGE"] = value.numel() >= 2**31
         self.structure = {"GRID": grid is not None, "CAUSAL": causal}
@@ -128,7 +130,7 @@ class _Problem:
         self.weights = exponentials, w, largest, codes
         block = min(1024, power_of_two_from(grid.offsets))
         given = self.w, exponentials, w, largest, codes, self.flags, *grid[:4], grid.offsets, length, self.tiles
-        outside = -float("inf") if grid.hides_outside else 0.0
+        outside = 0.0 if grid.global_connectivity else -float("inf")
         programs = (heads, -(-grid.offsets // block))
         kernels.grid_weights_kernel[programs](*given, OUTSIDE=outside, BLOCK=block)
 
@@ -147,7 +149,7 @@ class _Problem:
         programs = (-(-self.length // self.options["BM"]) * self.tiles, self.heads)
         reach = 0 if self.grid is None else self.grid.reach
         constants |= self.columns | self.structure | self.far | self.options
-        constants["HIDDEN"] = self.grid is not None and self.grid.hides_outside
+        constants["GLOBAL"] = self.grid is None or self.grid.global_connectivity
         constants["UNITS"] = self.options["BN"] // self.columns["WIDTH"]
         kernel[programs](*tensors, *self.sizes, self.offsets, reach, **constants)
 

@@ -6,8 +6,8 @@ before the queries' own one have biases; a_t is the largest w of query t. Tiles 
 
 Products are relative to the largest key m so far. This is exact unless a chunk has a key far above all before it.
 Such chunks are flagged per feature, and `repair_kernel` and `repair_backward_kernel` compute them key by key. CHECK:
-some queries do not see the first tokens (a window alone, or documents with other windows than of CARRY), so m is the
-largest key of the window, and denominators tell which chunks to repair.
+some queries do not see the first tokens (no global connectivity, or documents with other windows than of CARRY), so m
+is the largest key of the window, and denominators tell which chunks to repair.
 
 CARRY (NEAR = 1): the factors of a chunk are kept for the next one. With documents, m and the sums begin anew where a
 document begins; in such chunks, numerators and denominators tell what to repair.
@@ -107,12 +107,12 @@ def _carried(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, 
 
 
 @triton.jit
-def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE: tl.constexpr):
+def _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, GLOBAL: tl.constexpr):
     """Load w between queries t and keys u, which are broadcast against each other: -inf where u is hidden from t."""
     lag, place = t - u, tl.maximum(tl.minimum(t - start - past, positions - 1), 0).to(tl.int64) * w_position
     visible, inside = (lag >= 0) & (u >= start), (lag >= 0) & (lag < size) & (u >= start)
     w = tl.load(w_ptr + (place + (w_base - lag)), inside, 0.0).to(tl.float32)
-    if ALONE:
+    if not GLOBAL:
         return tl.where(inside, w, -float("inf"))
     return tl.where(visible, w, -float("inf"))
 
@@ -128,7 +128,7 @@ def _lost(num, den, hidden):
 def tiles_kernel(
     w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
     T, N, NT, positions, past, size, w_row, w_position, w_head, w_base,
-    HEADS: tl.constexpr, NEAR: tl.constexpr, ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr, NEAR: tl.constexpr, GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, BACKWARD: tl.constexpr,
     INITIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Make A, (rows, h, NT, C, (NEAR + 1) C), and with BACKWARD its transposes by chunks of keys; the largest w of
@@ -143,12 +143,12 @@ def tiles_kernel(
     outside = (start < (n - NEAR) * C) & (t >= start)
     if INITIAL:  # tokens of a state precede all of these
         outside = t >= start
-    if ALONE:
+    if not GLOBAL:
         outside = outside & (t < 0)
     top, low = tl.where(outside, 0.0, EMPTY), tl.where(outside, 0.0, -EMPTY)
     for j in range(NEAR + 1):
         u = (n - NEAR + j) * C + i
-        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, ALONE)
+        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, GLOBAL)
         top = tl.maximum(top, tl.max(w, 1))
         low = tl.minimum(low, tl.min(tl.where(w > -float("inf"), w, -EMPTY), 1))
     tl.store(top_ptr + pid.to(tl.int64) * C + i, top)
@@ -156,7 +156,7 @@ def tiles_kernel(
     tl.store(spread_ptr + pid, tl.maximum(tl.max(top - low), 0.0))
     for j in range(NEAR + 1):
         u = (n - NEAR + j) * C + i
-        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, ALONE)
+        w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, GLOBAL)
         a = tl.exp2((w - top[:, None]) * LOG2E).to(a_ptr.dtype.element_ty)
         tl.store(a_ptr + (pid.to(tl.int64) * C + i[:, None]) * ((NEAR + 1) * C) + j * C + i[None, :], a)
         if BACKWARD:
@@ -170,12 +170,12 @@ def sweep_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, far_ptr, spread_ptr, first_ptr, sums_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr,
     state_ptr, m_ptr, n_ptr, d_ptr, T, N, NT, D, S, each, rows, key_width, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
-    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
+    GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
     INITIAL: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
-    CARRY: tl.constexpr = NEAR == 1 and not ALONE
-    CHECK: tl.constexpr = ALONE or (DOCUMENTS and not CARRY)
+    CARRY: tl.constexpr = NEAR == 1 and GLOBAL
+    CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and not CARRY)
     # A thread that loads fewer features has more rows of them, whose sums take fewer shuffles
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, 4)
     k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
@@ -189,7 +189,7 @@ def sweep_kernel(
     first_chunk, end = s * each, tl.minimum(s * each + each, N)
     known = tl.load(k_ptr + (first_chunk * C * kt + keys), exists, -float("inf")).to(tl.float32)
     center = tl.zeros((BD,), tl.float32)
-    if CARRY or not (ALONE or DOCUMENTS):  # otherwise each chunk has its own
+    if CARRY or (GLOBAL and not DOCUMENTS):  # otherwise each chunk has its own
         t = first_chunk * C + i
         seen = t < T
         if DOCUMENTS:  # only a document that began before has a center here
@@ -234,7 +234,7 @@ def sweep_kernel(
             moved = tl.where(begins, center, 0.0)
             center, M = center - moved, tl.where(kept, M, EMPTY)
             N0, D0 = tl.where(kept, N0 + moved * D0, 0.0), tl.where(kept, D0, 0.0)
-        elif DOCUMENTS or ALONE:
+        elif DOCUMENTS or not GLOBAL:
             mine = _center(k_ptr, v_ptr, t, (start <= t) & (t < T), kt, vt, keys, features, exists)
             if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
                 begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
@@ -248,7 +248,7 @@ def sweep_kernel(
         m = tl.maximum(M, own)
         if CHECK:
             m = tl.maximum(far_top, tl.max(k, 0))
-            if ALONE:
+            if not GLOBAL:
                 m = tl.maximum(tl.max(k, 0), EMPTY)
             for j in tl.range(NEAR):
                 u = oldest + j * C + i
@@ -272,7 +272,7 @@ def sweep_kernel(
                 num += of_last * moved[None, :]
             num, den = num * r[None, :], den * r[None, :]
             N0, D0, fade = N0 + joining_pv, D0 + joining_p, r
-        elif not ALONE:
+        elif GLOBAL:
             r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
             if CHECK:  # the sums may be NaN, which rows of another document do not see
@@ -290,7 +290,7 @@ def sweep_kernel(
                 DOCUMENTS)  # fmt: skip
             p = tl.exp2((k2 - m[None, :]) * LOG2E)
             pv = p * v2
-        if not ALONE and not CARRY:
+        if GLOBAL and not CARRY:
             k2 = tl.where((u >= begin)[:, None], k2, -float("inf"))
             far_top = tl.maximum(tl.where(kept, far_top, EMPTY), tl.max(k2, 0))
             fade, joining = tl.exp2((top0 - far_top) * LOG2E), tl.exp2((k2 - far_top[None, :]) * LOG2E)
@@ -384,7 +384,7 @@ def repair_kernel(
     q_ptr, k_ptr, v_ptr, w_ptr, top_ptr, first_ptr, y_ptr, c_ptr, l_ptr, r_ptr, flag_ptr, state_ptr,
     T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, each, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
-    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
+    GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
     INITIAL: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of the flagged features of `each` chunks key by key."""
@@ -403,7 +403,7 @@ def repair_kernel(
             top = tl.zeros((C, BD), tl.float32) + EMPTY
             state_at = state_ptr + (b * N + n) * 4 * D + features
             center = tl.load(state_at + 3 * D, bad, 0.0)
-            if not ALONE:
+            if GLOBAL:
                 seen = ((start < oldest) & (start <= t))[:, None] & bad[None, :]
                 if INITIAL:
                     seen = (start <= t)[:, None] & bad[None, :]
@@ -417,7 +417,7 @@ def repair_kernel(
                 k = tl.load(k_ptr + b * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
                 v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
                 v = tl.where(k > -float("inf"), v - center, 0.0)
-                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)[:, None]
+                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, GLOBAL)[:, None]
                 seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
                 logit = tl.where(seen, k[None, :] + w, EMPTY)
                 new = tl.maximum(top, logit)
@@ -434,7 +434,7 @@ def repair_kernel(
             if KEEP:
                 tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
                 largest = tl.load(r_ptr + (b * N + n) * 3 * D + features, bad, 0.0)
-                if ALONE or (DOCUMENTS and NEAR != 1):
+                if not GLOBAL or (DOCUMENTS and NEAR != 1):
                     largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
                     largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
                     tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
@@ -526,7 +526,7 @@ def sweep_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, b_ptr, top_ptr, far_ptr, first_ptr, sums_ptr, dq_ptr, dk_ptr,
     dv_ptr, flag_ptr, state_ptr, T, N, NT, D, S, each, rows, gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
-    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
+    GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, TOTALS: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a segment of `each` chunks or, with TOTALS, the sums over the queries that all keys
@@ -534,9 +534,9 @@ def sweep_backward_kernel(
 
     Without CHECK, the reference of a chunk is a key that all of these queries see, so the sums need no maximum.
     """
-    CARRY: tl.constexpr = NEAR == 1 and not ALONE and not TOTALS  # as in the forward pass
-    CHECK: tl.constexpr = ALONE or (DOCUMENTS and not CARRY)
-    MASK: tl.constexpr = ALONE or DOCUMENTS
+    CARRY: tl.constexpr = NEAR == 1 and GLOBAL and not TOTALS  # as in the forward pass
+    CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and not CARRY)
+    MASK: tl.constexpr = not GLOBAL or DOCUMENTS
     # As in the forward pass; in float32, loads of 4 features spill registers
     AT_ONCE: tl.constexpr = 2 if (CARRY or DOCUMENTS) and PRECISION == "tf32x3" else 4
     b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
@@ -633,7 +633,7 @@ def sweep_backward_kernel(
                 highest, e = tl.max(k, 0), tl.exp2(k + lowest[None, :])
                 bad = ~(highest + rho <= SAFE * LOG2E)
                 of_num, of_den = of_num * e, of_den * e
-                if not ALONE:
+                if GLOBAL:
                     e, seen = tl.exp2(k + R[None, :]), (u >= begin)[:, None]
                     bad |= highest + R > SAFE * LOG2E
                     of_num += tl.where(seen, e * X[None, :], 0.0)
@@ -686,7 +686,7 @@ def sweep_backward_kernel(
         if CARRY:
             X, Z = X + far_x, Z + far_xc
             far_x, far_xc = far_own, far_own_c
-        elif not ALONE:
+        elif GLOBAL:
             R, X, Z = _far_queries(
                 R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
                 n + NEAR, T, D, gt, qt, features, exists, below, center, GATED, CHECK, C)  # fmt: skip
@@ -705,7 +705,7 @@ def repair_backward_kernel(
     g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dk_ptr, dv_ptr, flag_ptr, state_ptr,
     T, N, NT, D, positions, past, size, w_row, w_position, w_head, w_base, rows, each, gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
-    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the flagged features of `each` chunks of keys query by query."""
     b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
@@ -723,7 +723,7 @@ def repair_backward_kernel(
                 k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad,
                 _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
             of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-            if not ALONE:
+            if GLOBAL:
                 state_at = state_ptr + (b * N + n) * 4 * D + features
                 e = (k - reference[None, :]) * LOG2E
                 if DOCUMENTS:
@@ -739,7 +739,7 @@ def repair_backward_kernel(
                 if DOCUMENTS:
                     start = tl.load(first_ptr + b * T + t).to(tl.int32)
                 tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
-                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, ALONE)
+                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, GLOBAL)
                 w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
                 g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
                 if GATED:
@@ -815,13 +815,13 @@ def window_gradient_kernel(
     B, T, N, NT, D, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,
     gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
-    ALONE: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+    GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of w between the queries of a chunk and the keys of one or two chunks, summed over the
     features of a head and `each` rows. Entries are stored by query and lag.
     """
-    CHECK: tl.constexpr = ALONE or (DOCUMENTS and NEAR != 1)
+    CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and NEAR != 1)
     WIDE: tl.constexpr = 2 * C if NEAR > 0 else C
     TILES: tl.constexpr = NEAR // 2 + 1
     pid = tl.program_id(0)
@@ -839,7 +839,7 @@ def window_gradient_kernel(
     start = _starts(first_ptr, b, t, T, DOCUMENTS)
     w = _biases(
         w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
-        w_base, ALONE)  # fmt: skip
+        w_base, GLOBAL)  # fmt: skip
     w -= tl.load(top_ptr + ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + tl.arange(0, C))[:, None]
     total = tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * total, 0.0)
     if careful > 0:
