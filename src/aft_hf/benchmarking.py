@@ -89,8 +89,8 @@ def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dic
 def build_call(source: str, *, size: Size, batch_size: int, training: bool, bf16: bool) -> tuple[Call, Size]:
     """Return a call of a saved model on random images or texts, and their size: by default the model's own."""
     name = (load(AutoConfig, source).architectures or [""])[0]
-    found = getattr(sys.modules["transformers"], name, None)  # AFT's classes, too
-    kind = found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
+    named = getattr(sys.modules["transformers"], name, None)  # AFT's classes, too
+    kind = named if isinstance(named, type) and issubclass(named, PreTrainedModel) else AutoModel
     model = load(kind, source, dtype="float32").to("cuda" if ON_GPU else "cpu")
     config, takes = model.config, inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True, "use_cache": False}

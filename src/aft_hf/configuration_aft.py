@@ -50,9 +50,9 @@ def raise_value_errors(cls: Any) -> Any:
             try:
                 method(self, *args, **kwargs)
             except (StrictDataclassError, ValueError) as error:
-                told = error.__cause__ if isinstance(error, StrictDataclassClassValidationError) else error
+                cause = error.__cause__ if isinstance(error, StrictDataclassClassValidationError) else error
                 name = type(self).__name__
-                raise ValueError(f"{name}: {' '.join(str(told).split()).removeprefix(f'{name}: ')}") from error
+                raise ValueError(f"{name}: {' '.join(str(cause).split()).removeprefix(f'{name}: ')}") from error
 
         return wrapper
 

@@ -538,13 +538,13 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
                 )
                 generation_config.max_length -= excess
                 max_cache_length -= excess
-        asked = generation_config.cache_implementation
+        kind = generation_config.cache_implementation
         given = model_kwargs.get("cache") is not None
-        if given or generation_config.use_cache is False or asked not in (None, "dynamic", "static"):
+        if given or generation_config.use_cache is False or kind not in (None, "dynamic", "static"):
             arguments = generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             super()._prepare_cache_for_generation(*arguments)  # type: ignore[misc]  # the type of `self` there
         else:
-            model_kwargs["cache"] = self.aft.new_cache(max_cache_length - padding if asked == "static" else None)
+            model_kwargs["cache"] = self.aft.new_cache(max_cache_length - padding if kind == "static" else None)
 
     @staticmethod
     def create_masks_for_generate(

@@ -173,8 +173,8 @@ def parse_yaml(text: str, source: str, loader: type[PlainLoader] = PlainLoader) 
 def parse_header(text: str, source: str) -> dict[str, Any]:
     """Return the metadata in the YAML header of a README.md; they are empty if it has none."""
     text = text.removeprefix("\ufeff")
-    found = (REGEX_YAML_BLOCK.search(each) for each in (text, StringIO(text, newline=None).read()))
-    raw, header = (StringIO(match[2] if match else "", newline=None).read() for match in found)
+    matches = (REGEX_YAML_BLOCK.search(each) for each in (text, StringIO(text, newline=None).read()))
+    raw, header = (StringIO(match[2] if match else "", newline=None).read() for match in matches)
     if raw != header:  # libraries read one or the other
         raise UnreadableError(f"{source}: its header has line breaks of several kinds; save it with line feeds")
     values = parse_yaml(header, source)

@@ -158,12 +158,12 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     for colour, (_, results) in zip(itertools.cycle(CURVES), runs):
         curve = [(row["step"], row["loss"]) for row in results["losses"]]
         final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
-        if not (found := [each for each in METRICS if each in final]):
+        if not (present := [each for each in METRICS if each in final]):
             raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
-        points = [(row["step"], row[found[0]]) for row in results["evaluations"]]
-        names.add(found[0].replace("_", " "))
+        points = [(row["step"], row[present[0]]) for row in results["evaluations"]]
+        names.add(present[0].replace("_", " "))
         losses.plot(*zip(*curve), color=colour)
-        scores.plot(*zip(*(points or [(curve[-1][0], final[found[0]])])), ".-", color=colour)
+        scores.plot(*zip(*(points or [(curve[-1][0], final[present[0]])])), ".-", color=colour)
     losses.set(xlabel="step", ylabel="training loss (nats)")
     scores.set(xlabel="step", ylabel=f"validation {', '.join(sorted(names))}")
     for axis in (losses, scores):

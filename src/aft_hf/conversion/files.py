@@ -50,7 +50,7 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
     Raises:
         ConversionError: the weights are missing, damaged or not floating point, or it is not clear which to read.
     """
-    name, found = str(source), dict[str, dict[str, torch.Tensor]]()  # tensors by the keys of their dictionary
+    name, states = str(source), dict[str, dict[str, torch.Tensor]]()  # tensors by the keys of their dictionary
     files = [Path(name)] if Path(name).is_file() else weight_files(name, ConversionError)
     if not files:
         raise ConversionError(f"{name}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
@@ -58,11 +58,11 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
         for keys, entries in _read_weight_file(path):
             for key, tensor in entries.items():
                 bare = WRAPPER.sub("", str(key))
-                if found.setdefault(keys, {}).setdefault(bare, tensor) is not tensor:
+                if states.setdefault(keys, {}).setdefault(bare, tensor) is not tensor:
                     raise ConversionError(f"{name}: two weights are named {bare}; save the state dict of one model")
     models = {
         f"{keys}.{match[1]}".strip("."): (keys, match[1])
-        for keys, tensors in found.items()
+        for keys, tensors in states.items()
         for match in filter(None, map(PATCH_EMBEDDING.fullmatch, tensors))
     }
     if not models:
@@ -74,7 +74,7 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
     (part,) = chosen
     keys, prefix = models[part]
     others = tuple(other for place, other in models.values() if place == keys and other != prefix)
-    return dict(_inside(name, prefix, others, found[keys])), part
+    return dict(_inside(name, prefix, others, states[keys])), part
 
 
 def _inside(

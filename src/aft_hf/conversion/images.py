@@ -41,11 +41,11 @@ class ImagesOnDisk(Sequence[Image.Image]):
             from ..data.loading import is_image, load_local  # needs the extra "train"
 
             rows: Any = load_local(path, joined=True)
-            found = [name for name, feature in rows.features.items() if is_image(feature)]
-            column = found[0] if len(found) == 1 else "image"
-            if found and column not in found:
-                told = f"several columns hold images: {shortened(', '.join(found))}"
-                raise ValueError(f'{path}: {told}; name the one to read "image"')
+            columns = [name for name, feature in rows.features.items() if is_image(feature)]
+            column = columns[0] if len(columns) == 1 else "image"
+            if columns and column not in columns:
+                reason = f"several columns hold images: {shortened(', '.join(columns))}"
+                raise ValueError(f'{path}: {reason}; name the one to read "image"')
             if column not in rows.column_names:
                 raise ValueError(f"{path}: no column holds images: {shortened(', '.join(rows.column_names))}")
             self.images = rows[column]  # decodes an image when it is accessed

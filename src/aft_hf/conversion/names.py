@@ -66,7 +66,7 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
     Fused projections are split, and layer scales are folded into the modules before them. `source` is the name of the
     checkpoint, for the error that is raised if one of its tensors is none of a ViT.
     """
-    found: dict[str, Part] = {}
+    vit: dict[str, Part] = {}
     scales: dict[str, str] = {}
     of_files = get_checkpoint_conversion_mapping("ViTModel")  # names of transformers' own files
     for name, tensor in tensors.items():
@@ -78,21 +78,21 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
         if ".attention.qkv." in known:
             parts = {known.replace("qkv", f"{kind}_proj"): part for kind, part in zip("qkv", tensor.chunk(3))}
         for each, part in parts.items():
-            if each in found or not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
+            if each in vit or not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
                 raise ConversionError(
                     f"{source}: {name} is not a tensor of a ViT, or the file contains it under two names; merge "
                     "adapters (merge_and_unload), remove parametrizations, save shards of FSDP as a full state dict"
                 )
-            found[each] = Part(part, (name,))
+            vit[each] = Part(part, (name,))
     for module, scale in scales.items():
         for name in (f"{module}.weight", f"{module}.bias"):
-            if name in found:
-                found[name] = _scaled(source, found[name], tensors[scale], scale)
-    if DISTILLATION_TOKEN in found and "distillation_classifier.weight" in found:
+            if name in vit:
+                vit[name] = _scaled(source, vit[name], tensors[scale], scale)
+    if DISTILLATION_TOKEN in vit and "distillation_classifier.weight" in vit:
         for kind in ("weight", "bias"):  # timm calls the first head of two as the only head of others
-            if f"classifier.{kind}" in found:
-                found[f"cls_classifier.{kind}"] = found.pop(f"classifier.{kind}")
-    return found
+            if f"classifier.{kind}" in vit:
+                vit[f"cls_classifier.{kind}"] = vit.pop(f"classifier.{kind}")
+    return vit
 
 
 def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:

@@ -205,11 +205,11 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     with explained(f"{directory}: cannot be read", ConversionError):
         saved = load_file(directory / SAFE_WEIGHTS_NAME)
         options = {name: report.options[name] for name in ("source_image_size", "source_num_heads")}
-    found = read_source(source, **options)
-    report.check(found.names, saved)
+    origin = read_source(source, **options)
+    report.check(origin.names, saved)
     if "distillation" in report.options:  # which changed all tensors
         return 0
-    copies = copied_parts(found, load(AFTConfig, directory, ConversionError), saved)
+    copies = copied_parts(origin, load(AFTConfig, directory, ConversionError), saved)
     if {record.target for record in report.with_status("copied")} != copies.keys():
         raise ConversionError(f"{directory}: {REPORT_NAME} does not list exactly the copied tensors")
     for name, copy in copies.items():

@@ -190,10 +190,10 @@ def read_source(
             f"{name}: its classifier reads the class token and the mean of the patches, the classifier of an AFT only "
             "one of them: save the model without classifier (model.base_model.save_pretrained)"
         )
-    found = VisionTransformerSource(name, config, parts, tensors.keys(), processor, is_own, part)
+    transformer = VisionTransformerSource(name, config, parts, tensors.keys(), processor, is_own, part)
     with explained(f"{name}: its tensors are not those of a {config.model_type} with its config", ConversionError):
-        found.to_transformers()
-    return found
+        transformer.to_transformers()
+    return transformer
 
 
 def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
@@ -243,8 +243,8 @@ def _read_config(name: str) -> dict[str, Any]:
     is_file, beside = Path(name).is_file(), Path(name).parent / CONFIG_NAME
     if is_file and not beside.is_file():
         return {}
-    found = read_json(beside, Document, ConversionError) if is_file else read_config(name, ConversionError)
-    config = found.model_dump(exclude_unset=True)
+    document = read_json(beside, Document, ConversionError) if is_file else read_config(name, ConversionError)
+    config = document.model_dump(exclude_unset=True)
     is_known = config.get("model_type") is not None or config.get("architecture") is not None
     if is_file and is_known:
         raise ConversionError(

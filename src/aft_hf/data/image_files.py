@@ -101,7 +101,7 @@ def list_images(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
-    found: list[Path] = []
+    files: list[Path] = []
     waiting = [(path, {path.resolve()})]
     while waiting:
         inside, outer = waiting.pop()
@@ -111,11 +111,11 @@ def list_images(path: Path) -> list[Path]:
                 continue
             if not entry.is_dir():
                 if file.suffix.lower() in (*SUFFIXES, PARQUET):
-                    found.append(file if entry.is_file() else check_file(file))
+                    files.append(file if entry.is_file() else check_file(file))
             elif (folder := file.resolve()) not in outer:
                 waiting.append((file, {*outer, folder}))
-    tables = [file for file in sorted(found) if file.suffix.lower() == PARQUET]
-    images = [file for file in sorted(found) if file.suffix.lower() != PARQUET]
+    tables = [file for file in sorted(files) if file.suffix.lower() == PARQUET]
+    images = [file for file in sorted(files) if file.suffix.lower() != PARQUET]
     if images and tables:
         raise ValueError(f"{path}: has both images ({images[0]}) and parquet files ({tables[0]}); give one of them")
     if not images and not tables:

@@ -19,16 +19,16 @@ def uses_triton() -> bool:
     The environment variable AFT_HF_TRITON turns them off (0), or also on for AMD GPUs (1), on which they were not
     tested.
     """
-    asked = os.environ.get("AFT_HF_TRITON", "")
-    if asked not in ("", "0", "1"):
-        logger.warning_once(f"AFT_HF_TRITON={asked} is ignored; use 0 or 1")
-    for_gpus = torch.version.cuda is not None or (torch.version.hip is not None and asked == "1")
-    if asked == "0" or not for_gpus:
+    setting = os.environ.get("AFT_HF_TRITON", "")
+    if setting not in ("", "0", "1"):
+        logger.warning_once(f"AFT_HF_TRITON={setting} is ignored; use 0 or 1")
+    for_gpus = torch.version.cuda is not None or (torch.version.hip is not None and setting == "1")
+    if setting == "0" or not for_gpus:
         return False
-    found = find_spec("triton") is not None
-    if asked == "1" and not found:
+    is_installed = find_spec("triton") is not None
+    if setting == "1" and not is_installed:
         logger.warning_once("AFT_HF_TRITON is 1, but Triton is not installed: pip install triton")
-    return found
+    return is_installed
 
 
 if uses_triton() and not operators.REGISTERED:

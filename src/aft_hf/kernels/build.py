@@ -58,7 +58,7 @@ def build(directory: Path = SOURCES) -> list[str]:
         RuntimeError: there is none: no compiler, it fails, or there are no kernels for this architecture.
     """
     variants = VARIANTS.get(platform.machine(), {})
-    found = compiler()
+    program = compiler()
     if not variants:
         raise RuntimeError(f"no kernels for {platform.machine()}")
     sources = sorted(map(str, SOURCES.glob("*.cpp")))
@@ -68,13 +68,13 @@ def build(directory: Path = SOURCES) -> list[str]:
         path = library_path(variant, directory)
         if path.is_file():
             return True
-        if found is None:
+        if program is None:
             return False
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        command = [found, *OPTIONS, *variants[variant], *sources, "-o", str(unfinished)]
+        command = [program, *OPTIONS, *variants[variant], *sources, "-o", str(unfinished)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            print(f"aft-hf: no CPU kernels for {variant}: {found} failed:\n{result.stderr}", file=sys.stderr)
+            print(f"aft-hf: no CPU kernels for {variant}: {program} failed:\n{result.stderr}", file=sys.stderr)
             return False
         unfinished.replace(path)
         for other in set(directory.glob(f"libaft_{variant}_*.so")) - {path}:  # of earlier sources
@@ -84,7 +84,7 @@ def build(directory: Path = SOURCES) -> list[str]:
     with ThreadPoolExecutor() as threads:
         compiled = [variant for variant, done in zip(variants, threads.map(compile_variant, variants)) if done]
     if not compiled:
-        raise RuntimeError(f"{found} failed" if found else "no C++ compiler found")
+        raise RuntimeError(f"{program} failed" if program else "no C++ compiler found")
     return compiled
 
 

@@ -33,13 +33,13 @@ def runnable_variants() -> list[str]:
 
 def load_library() -> ctypes.CDLL | None:
     """Load the kernels, and give them the threads of PyTorch; None if there are none for this CPU."""
-    asked, variants = os.environ.get("AFT_HF_KERNELS"), runnable_variants()
-    if asked and asked not in ("none", *variants):
+    setting, variants = os.environ.get("AFT_HF_KERNELS"), runnable_variants()
+    if setting and setting not in ("none", *variants):
         allowed = ", ".join(["none", *variants])
-        logger.warning_once(f"AFT_HF_KERNELS={asked} is not compiled, or not for this CPU; use one of {allowed}")
-    elif not asked and not variants and any(SOURCES.glob("libaft_*.so")):
+        logger.warning_once(f"AFT_HF_KERNELS={setting} is not compiled, or not for this CPU; use one of {allowed}")
+    elif not setting and not variants and any(SOURCES.glob("libaft_*.so")):
         logger.warning_once(f"the CPU kernels are not those of this version; compile them: python {build.__file__}")
-    chosen = asked or next(iter(variants), "none")
+    chosen = setting or next(iter(variants), "none")
     return load_from(library_path(chosen)) if chosen in variants else None
 
 

@@ -229,8 +229,8 @@ class _Function(torch.autograd.Function):
             with torch.enable_grad():
                 wanted = [x for x, need in zip(arguments, needed) if need]
                 options = {"create_graph": True, "materialize_grads": True}  # a key alone does not matter
-                found = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, **options))
-            return None, *(next(found) if need else None for need in needed)
+                gradients = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, **options))
+            return None, *(next(gradients) if need else None for need in needed)
         kept = saved[count:]
         operator = getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping" if kept else f"{name}_backward").default
         flags = () if name == "band" else (needed[3],)
@@ -255,16 +255,18 @@ def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> tuple[torch
     _check_gradient(gradient, arguments[2])
     problem, folded = _laid_out(*arguments) if name == "table" else (arguments, False)
     gradient = _folded(gradient, len(problem[3])) if folded else gradient
-    found = list(new_gradients(gradient, *problem))
+    gradients = list(new_gradients(gradient, *problem))
     # Kernels add to the gradient of w, and fill the others; without outputs, they return at once.
-    for x in found[3 if gradient.numel() else 0 :]:
+    for x in gradients[3 if gradient.numel() else 0 :]:
         x.zero_()
-    _call(f"{name}_backward", FIELDS[name](*problem[:-1]), problem, None, (gradient, *found))
+    _call(f"{name}_backward", FIELDS[name](*problem[:-1]), problem, None, (gradient, *gradients))
     if folded:
-        found[:3] = [x if x.numel() == 0 else _unfolded(x, len(arguments[2]), len(problem[3])) for x in found[:3]]
-    if found[1].shape != arguments[1].shape:
-        found[1] = found[1].unflatten(2, (len(problem[3]), -1)).sum(3)
-    return tuple(found)
+        gradients[:3] = [
+            x if x.numel() == 0 else _unfolded(x, len(arguments[2]), len(problem[3])) for x in gradients[:3]
+        ]
+    if gradients[1].shape != arguments[1].shape:
+        gradients[1] = gradients[1].unflatten(2, (len(problem[3]), -1)).sum(3)
+    return tuple(gradients)
 
 
 def _laid_out(query, key, value, bias, causal, *flag):  # type: ignore[no-untyped-def]
@@ -316,9 +318,9 @@ def _band(*problem: Any) -> torch.Tensor:
 
 def _band_backward(gradient: torch.Tensor, *problem: Any) -> tuple[torch.Tensor, ...]:
     _check_gradient(gradient, _new_band(*problem))
-    found = _new_factors(gradient, *problem)
-    _call_band("band_backward", *problem[:3], gradient.contiguous(), *found)
-    return found
+    gradients = _new_factors(gradient, *problem)
+    _call_band("band_backward", *problem[:3], gradient.contiguous(), *gradients)
+    return gradients
 
 
 def _check_gradient(gradient: torch.Tensor, output: torch.Tensor) -> None:

@@ -117,11 +117,13 @@ class _WithPast(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_keys: torch.Tensor, of_values: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+    def backward(
+        ctx: Any, grad_keys: torch.Tensor, grad_values: torch.Tensor
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
         keys, values, *sums = ctx.saved_tensors
         own, far = (ScaledSums(*sums[:3]), ScaledSums(*sums[3:])) if sums else (None, None)
-        of_key, of_value = ctx.exchange.backward(keys, values, own, far, of_keys, of_values)
-        return None, of_key.to(ctx.dtypes[0]), of_value.to(ctx.dtypes[1])
+        grad_key, grad_value = ctx.exchange.backward(keys, values, own, far, grad_keys, grad_values)
+        return None, grad_key.to(ctx.dtypes[0]), grad_value.to(ctx.dtypes[1])
 
 
 class _Exchange:
@@ -269,42 +271,42 @@ class _Exchange:
         values: torch.Tensor,
         own: ScaledSums | None,
         far: ScaledSums | None,
-        of_keys: torch.Tensor,
-        of_values: torch.Tensor,
+        grad_keys: torch.Tensor,
+        grad_values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the gradients of key and value from those of the keys and values that `forward` returned."""
         past, width = self.far_tokens + self.reach, keys.shape[-1]
-        of_keys, of_values = (x.clone(memory_format=torch.contiguous_format) for x in (of_keys, of_values))
+        grad_keys, grad_values = (x.clone(memory_format=torch.contiguous_format) for x in (grad_keys, grad_values))
         if own is not None and far is not None:
-            of_own = self._gradient_of_own(own, far, of_keys, of_values)
-            self._add_from_sums(keys, values, of_own, of_keys, of_values)
-        of_key, of_value = of_keys[:, past:], of_values[:, past:]
+            grad_own = self._gradient_of_own(own, far, grad_keys, grad_values)
+            self._add_from_sums(keys, values, grad_own, grad_keys, grad_values)
+        grad_key, grad_value = grad_keys[:, past:], grad_values[:, past:]
         if self.reach > 0:
             routes = self.shard.routes(self.reach)
             row, slot = routes.received // self.reach, routes.received % self.reach + self.far_tokens
-            window = torch.cat([of_keys[row, slot], of_values[row, slot]], -1)
+            window = torch.cat([grad_keys[row, slot], grad_values[row, slot]], -1)
             window = self._exchange(window, routes.received_sizes, routes.sent_sizes)
-            row, slot = routes.sent // of_key.shape[1], routes.sent % of_key.shape[1]
-            for x, gradient in zip((of_key, of_value), window.split([width, values.shape[-1]], -1)):
+            row, slot = routes.sent // grad_key.shape[1], routes.sent % grad_key.shape[1]
+            for x, gradient in zip((grad_key, grad_value), window.split([width, values.shape[-1]], -1)):
                 x.index_put_((row, slot), gradient, accumulate=True)
-        return of_key, of_value
+        return grad_key, grad_value
 
     def _gradient_of_own(
-        self, own: ScaledSums, far: ScaledSums, of_keys: torch.Tensor, of_values: torch.Tensor
+        self, own: ScaledSums, far: ScaledSums, grad_keys: torch.Tensor, grad_values: torch.Tensor
     ) -> ScaledSums:
         """The gradients of the sums over this shard, added up over all later shards, as `ScaledSums` whose maximum is
         that of `own`.
         """
         exists = far.denominator > 0
         denominator = far.denominator.masked_fill(~exists, 1.0)
-        of_key, of_average = (
-            x[:, : self.far_tokens].sum(1).unflatten(-1, (self.num_heads, -1)) for x in (of_keys, of_values)
+        grad_key, grad_average = (
+            x[:, : self.far_tokens].sum(1).unflatten(-1, (self.num_heads, -1)) for x in (grad_keys, grad_values)
         )
         average = far.numerator / denominator
-        from_values = (of_average * average).unflatten(-1, (of_key.shape[-1], -1)).sum(-1)
-        of_sums = of_average / denominator, (of_key - from_values) / denominator
-        of_numerator, of_denominator = (x.masked_fill(~exists, 0.0) for x in of_sums)
-        gathered = self.gathered(ScaledSums(of_numerator, of_denominator, far.maximum))
+        from_values = (grad_average * average).unflatten(-1, (grad_key.shape[-1], -1)).sum(-1)
+        grad_sums = grad_average / denominator, (grad_key - from_values) / denominator
+        grad_numerator, grad_denominator = (x.masked_fill(~exists, 0.0) for x in grad_sums)
+        gathered = self.gathered(ScaledSums(grad_numerator, grad_denominator, far.maximum))
         counts, distances = self.shard.given()
         exponent = own.maximum + self._decays(distances, own.maximum) - gathered.maximum
         counts = counts.to(exponent.device)[..., None, None]
@@ -315,19 +317,19 @@ class _Exchange:
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        of_own: ScaledSums,
-        of_keys: torch.Tensor,
-        of_values: torch.Tensor,
+        grad_own: ScaledSums,
+        grad_keys: torch.Tensor,
+        grad_values: torch.Tensor,
     ) -> None:
         """Add the gradients of keys and values that come from the sums over this shard."""
-        of_numerator, of_denominator, maximum = (x.unsqueeze(1) for x in of_own)
+        grad_numerator, grad_denominator, maximum = (x.unsqueeze(1) for x in grad_own)
         parts = self._parts(keys.shape[1], values[:, 0].numel())
         for (start, stop), (key, value) in zip(parts, self._summed_parts(keys, values)):
             weights = torch.exp(key - maximum)
-            of_value = of_numerator * weights
-            of_key = (of_value * value).unflatten(-1, (key.shape[-1], -1)).sum(-1) + of_denominator * weights
-            of_keys[:, start:stop] += of_key.flatten(2)
-            of_values[:, start:stop] += of_value.flatten(2)
+            grad_value = grad_numerator * weights
+            grad_key = (grad_value * value).unflatten(-1, (key.shape[-1], -1)).sum(-1) + grad_denominator * weights
+            grad_keys[:, start:stop] += grad_key.flatten(2)
+            grad_values[:, start:stop] += grad_value.flatten(2)
 
 
 __all__ = ["count_of_past", "state_at_end", "with_past"]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def group_of(group: "ProcessGroup | DeviceMesh") -> "ProcessGroup":
     """Return the process group of a mesh; raise a ValueError if this process is not in the group."""
-    found: Any = group.get_group() if hasattr(group, "get_group") else group
-    if found is distributed.GroupMember.NON_GROUP_MEMBER:
+    own: Any = group.get_group() if hasattr(group, "get_group") else group
+    if own is distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the group of the shards")
-    return found
+    return own
 
 
 def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
@@ -362,10 +362,10 @@ class Shard:
         first = torch.maximum(torch.maximum(self.begins[target], self.starts[target] - reach), start)
         last = torch.minimum(self.starts[target], stop)
         width, origin = (self.length, start) if in_shard else (reach, self.starts[target] - reach)
-        found: list[int] = []
+        indices: list[int] = []
         for row, (lo, hi, zero) in enumerate(zip(first.tolist(), last.tolist(), origin.tolist())):
-            found += range(row * width + lo - zero, row * width + hi - zero)
-        return found
+            indices += range(row * width + lo - zero, row * width + hi - zero)
+        return indices
 
 
 @dataclass(frozen=True, eq=False)

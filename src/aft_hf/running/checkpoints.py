@@ -118,8 +118,8 @@ class Checkpoints:
 
     def steps(self) -> list[tuple[int, Path]]:
         """Return all checkpoints with their steps, the newest first."""
-        found = [(STEP.fullmatch(path.name), path) for path in self.directory.glob("step-*") if path.is_dir()]
-        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+        matches = [(STEP.fullmatch(path.name), path) for path in self.directory.glob("step-*") if path.is_dir()]
+        return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why."""

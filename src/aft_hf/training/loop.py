@@ -266,14 +266,14 @@ class Run(Training):
     def evaluate(self, split: str) -> dict[str, float]:
         """Return the metrics of a split, each sample counted once; with averaged weights if the run has them."""
         self.model.eval()
-        found = []
+        scores_of_batches = []
         bar = {"desc": split, "leave": False, "disable": None if self.accelerator.is_main_process else True}
         with averaged(self.optimizer.optimizer, self.model):
             for batch in tqdm(self.evaluated[split], unit="batch", **bar):
                 scores = self.context_group.scores(self.task, self.model, batch)
-                found.append([x.cpu() for x in self.accelerator.gather_for_metrics(scores)])
+                scores_of_batches.append([x.cpu() for x in self.accelerator.gather_for_metrics(scores)])
         self.model.train()
-        return self.task.metrics(split, *map(torch.cat, zip(*found)))
+        return self.task.metrics(split, *map(torch.cat, zip(*scores_of_batches)))
 
     def finish(self) -> dict[str, Any]:
         """Evaluate all splits, and save the model and the results."""

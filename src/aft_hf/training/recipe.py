@@ -410,8 +410,8 @@ class _Loader(PlainLoader):
             raise ValueError(
                 f"{line}: a number must not begin with 0 or have a colon, got {value}; put texts in quotes"
             )
-        if found := NOT_IN_NAMES.search(value):
-            raise ValueError(f"{line}: a text must not contain {found[0]!r}, got {shown(value)}")
+        if match := NOT_IN_NAMES.search(value):
+            raise ValueError(f"{line}: a text must not contain {match[0]!r}, got {shown(value)}")
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

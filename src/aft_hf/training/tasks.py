@@ -259,8 +259,8 @@ class TokensTask(BytesTask):
     count = SequenceTask.count
 
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
-        found = super().metrics(split, predictions, references)
-        return found | {"bits_per_byte": found["bits_per_token"] * self.tokens_per_byte[split]}
+        metrics = super().metrics(split, predictions, references)
+        return metrics | {"bits_per_byte": metrics["bits_per_token"] * self.tokens_per_byte[split]}
 
 
 class PixelsTask(SequenceTask):
@@ -472,12 +472,12 @@ def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, 
     They are the first ones or, if `shuffled`, drawn with a fixed seed: folders are sorted by class.
     """
     most = {"train": limits.max_train_samples}
-    found: dict[str, Rows] = {}
+    kept: dict[str, Rows] = {}
     for split, rows in splits.items():
         if (count := most.get(split, limits.max_eval_samples) or len(rows)) < len(rows):
             rows = (rows.shuffle(seed=0) if shuffled else rows).take(count)
-        found[split] = rows
-    return found
+        kept[split] = rows
+    return kept
 
 
 def require_train(splits: DatasetDict, data: Data) -> None:

@@ -250,17 +250,17 @@ class Backward {
     }
   }
 
-  void write(const BackwardColumn<S>& column, int64_t token, vf of_key, vf of_value) const {
+  void write(const BackwardColumn<S>& column, int64_t token, vf grad_key, vf grad_value) const {
     const Column& at = column.sums.at;
     const int64_t place = p.place(row_, token, at.first);
-    write_token<S>(p, p.value_gradient, place, of_value, at.count);
+    write_token<S>(p, p.value_gradient, place, grad_value, at.count);
     if (!p.key_per_head())
-      write_token<S>(p, p.key_gradient, place, of_key, at.count);
+      write_token<S>(p, p.key_gradient, place, grad_key, at.count);
     else if (at.one_head)
-      key_gradient_[token * p.heads + at.head] += sum_of(of_key);
+      key_gradient_[token * p.heads + at.head] += sum_of(grad_key);
     else
       for (int lane = 0; lane < at.count; ++lane)
-        key_gradient_[token * p.heads + column.sums.head(lane)] += of_key[lane];
+        key_gradient_[token * p.heads + column.sums.head(lane)] += grad_key[lane];
   }
 
   // --------------------------------------------------------------------------------------------------- gradients of w

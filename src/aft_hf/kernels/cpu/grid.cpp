@@ -70,10 +70,10 @@ struct Features {
 struct Group {
   Group(const GridProblem& p, int64_t first_key, int keys)
       : first(first_key), count(keys), weights(p.taps()), m(weights), n(weights) {
-    const int64_t of_key = p.width / p.key_width, begin = first * of_key, end = (first + count) * of_key;
+    const int64_t per_key = p.width / p.key_width, begin = first * per_key, end = (first + count) * per_key;
     for (int64_t f = begin; f < end; f += VL) {
       Features& next = features.emplace_back(Features{f, part(end - f)});
-      for (int lane = 0; lane < next.count; ++lane) next.lanes[lane] = int((f + lane) / of_key - first);
+      for (int lane = 0; lane < next.count; ++lane) next.lanes[lane] = int((f + lane) / per_key - first);
     }
     vf most = p.global_connectivity ? vf{} : splat(NEVER);
     for (int64_t tap = 0; tap < p.taps(); ++tap) {
@@ -148,17 +148,17 @@ class Task {
       std::reverse(weights_.begin(), weights_.end());
       convolve(a_, weights_, features.of_keys(group.outside), numerators_);
       for (int64_t key = 0; key < p.length; ++key) {
-        const vf e = features.of_keys(e_[at(key)]), of_value = e == 0.0f ? vf{} : e * numerators_[key];
-        write(p.value_gradient, key, dvalue_[key] + of_value);
-        add_to_keys(dkey_[key], e == 0.0f ? vf{} : of_value * (v_[key] - center_));
+        const vf e = features.of_keys(e_[at(key)]), grad_value = e == 0.0f ? vf{} : e * numerators_[key];
+        write(p.value_gradient, key, dvalue_[key] + grad_value);
+        add_to_keys(dkey_[key], e == 0.0f ? vf{} : grad_value * (v_[key] - center_));
       }
     }
     if (dkernel) add_gradients_of_taps(b_, e_, group.weights, dkernel);
     weights_.assign(group.weights.rbegin(), group.weights.rend());
     convolve(b_, weights_, group.outside, numerators_);
     for (int64_t key = 0; key < p.length; ++key) {
-      const vf e = e_[at(key)], of_key = dkey_[key] + (e == 0.0f ? vf{} : e * numerators_[key]);
-      store((S*)p.key_gradient + (batch_ * p.length + key) * p.key_width + group.first, of_key, group.count);
+      const vf e = e_[at(key)], grad_key = dkey_[key] + (e == 0.0f ? vf{} : e * numerators_[key]);
+      store((S*)p.key_gradient + (batch_ * p.length + key) * p.key_width + group.first, grad_key, group.count);
     }
   }
 
@@ -285,11 +285,11 @@ class Task {
     const vf average = sums.average(), offset = sums.denominator == 0.0f ? vf{} : center_;
     const vf a = sums.divided(gradient_of_average(query, average + offset));
     each_key(query, [&](Scaled e, vf value, int64_t key, int64_t tap) {
-      const vf of_value = e.m == 0.0f ? vf{} : scaled(e.m, e.n - sums.n) * a;
-      const vf of_logit = e.m == 0.0f ? vf{} : of_value * (value - average);
-      dvalue_[key] += of_value;
-      add_to_keys(dkey_[key], of_logit);
-      if (tap >= 0 && dkernel_) dkernel_[tap] += of_logit;
+      const vf grad_value = e.m == 0.0f ? vf{} : scaled(e.m, e.n - sums.n) * a;
+      const vf grad_logit = e.m == 0.0f ? vf{} : grad_value * (value - average);
+      dvalue_[key] += grad_value;
+      add_to_keys(dkey_[key], grad_logit);
+      if (tap >= 0 && dkernel_) dkernel_[tap] += grad_logit;
     });
   }
 

@@ -286,13 +286,13 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
     blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near // 2 + 1)
     each = 1 if at.rows else -(-at.batch // min(at.batch, max(1, ENOUGH_PROGRAMS // tiles)))
     parts = -(-at.batch // each)
-    found = torch.zeros((parts, at.length, window.heads, window.size), dtype=torch.float32, device=at.device)
+    grad_window = torch.zeros((parts, at.length, window.heads, window.size), dtype=torch.float32, device=at.device)
     constants = at.common | chosen | {"BLOCKS": blocks}
     sizes = at.batch, at.length, at.chunks, at.tiles_per_row, at.width, each, *window.numbers, at.rows
-    given = *tensors, window.tensor, at.tiles.top, first, found
-    to = found.stride()[:3]
+    given = *tensors, window.tensor, at.tiles.top, first, grad_window
+    to = grad_window.stride()[:3]
     window_gradient_kernel[(tiles * parts,)](*given, *sizes, *to, *strides, **constants)
-    return found
+    return grad_window
 
 
 # ----------------------------------------------------------------------------------------------------------- operators
@@ -318,14 +318,14 @@ def causal_backward(  # type: ignore[no-untyped-def]
     slopes, first = (x if x is None else x.contiguous() for x in (slopes, first))
     if value.numel() == 0:
         empty = query, key, value, bias if bias_needed else None
-        found = tuple(None if x is None else torch.zeros_like(x) for x in empty)
+        gradients = tuple(None if x is None else torch.zeros_like(x) for x in empty)
     elif bias is None:
-        found = *walk_backward(gradient, query, key, value, slopes, first, kept), None
+        gradients = *walk_backward(gradient, query, key, value, slopes, first, kept), None
     else:
         window = Window.by_lag(bias, global_connectivity)
-        *found, of_window = sweep_backward(gradient, query, key, value, window, first, kept, bias_needed)
-        found = *found, None if of_window is None else _by_position(of_window, bias, first)
-    return tuple(value.new_empty(0) if x is None else x for x in found)
+        *gradients, of_window = sweep_backward(gradient, query, key, value, window, first, kept, bias_needed)
+        gradients = *gradients, None if of_window is None else _by_position(of_window, bias, first)
+    return tuple(value.new_empty(0) if x is None else x for x in gradients)
 
 
 def _by_position(of_window: torch.Tensor, bias: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
@@ -452,18 +452,18 @@ def band(query, key, start, length, window, starts):  # type: ignore[no-untyped-
     """Compute `band`."""
     heads, positions, features = query.shape
     rows = 1 if starts is None else len(starts)
-    found = torch.empty((rows, length, heads, window), dtype=torch.float32, device=query.device)
+    bias = torch.empty((rows, length, heads, window), dtype=torch.float32, device=query.device)
     sizes = start, length, positions, features, window, -(-length // CHUNK)
-    if found.numel():
-        given = query.contiguous(), key.contiguous(), found, starts if starts is None else starts.contiguous()
+    if bias.numel():
+        given = query.contiguous(), key.contiguous(), bias, starts if starts is None else starts.contiguous()
         band_kernel[(sizes[-1] * heads * rows,)](*given, *sizes, **_band_constants(heads, query, window))
-    return found
+    return bias
 
 
 def band_backward(gradient, query, key, start, length, window, starts):  # type: ignore[no-untyped-def]
     """Compute the gradients of the factors of `band`."""
     heads, positions, features = query.shape
-    constants, gradient, found = _band_constants(heads, query, window), gradient.contiguous(), []
+    constants, gradient, gradients = _band_constants(heads, query, window), gradient.contiguous(), []
     blocks, chunks = -(-features // constants["BF"]), -(-length // CHUNK)
     for factor, of_keys in ((key, False), (query, True)):
         of_factor = torch.zeros(factor.shape, dtype=factor.dtype, device=factor.device)
@@ -472,8 +472,8 @@ def band_backward(gradient, query, key, start, length, window, starts):  # type:
             sizes = start, length, positions, features, window, count
             given = gradient, factor.contiguous(), of_factor
             band_backward_kernel[(count * blocks * heads,)](*given, *sizes, OF_KEYS=of_keys, **constants)
-        found.append(of_factor)
-    return tuple(found)
+        gradients.append(of_factor)
+    return tuple(gradients)
 
 
 def _band_constants(heads: int, query: torch.Tensor, window: int) -> dict[str, Any]:

@@ -47,10 +47,10 @@ def step_kernel(
         own = (block + step) * BD + tl.arange(0, BD)
         features, exists = head * HEAD + own, own < HEAD
         key_place, key_step, key_kept = _key_places(of_head, own, exists, (BLOCKS - 1) * BD, HEAD, KEY_PER_HEAD)
-        of_key = features
+        key_features = features
         if KEY_PER_HEAD:
-            of_key = features * 0 + head
-        key = tl.load(k_ptr + b * kb + of_key, exists, 0.0).to(tl.float32)
+            key_features = features * 0 + head
+        key = tl.load(k_ptr + b * kb + key_features, exists, 0.0).to(tl.float32)
         value = tl.load(v_ptr + b * vb + features, exists, 0.0).to(tl.float32)
         value = tl.where(key > -float("inf"), value, 0.0)  # that of a hidden token may be NaN
         far = tl.load(m_ptr + key_place, exists, EMPTY).to(tl.float32)
@@ -123,9 +123,9 @@ def state_kernel(
     block, head, b = pid % BLOCKS, (pid // BLOCKS) % HEADS, (pid // BLOCKS // HEADS).to(tl.int64)
     of_head, own = b * HEADS + head, block * BD + tl.arange(0, BD)
     features, exists = head * HEAD + own, own < HEAD
-    of_key = features
+    key_features = features
     if KEY_PER_HEAD:
-        of_key = features * 0 + head
+        key_features = features * 0 + head
     key_place, key_step, key_kept = _key_places(of_head, own, exists, 0, HEAD, KEY_PER_HEAD)
     end = T
     if COUNTED:
@@ -134,7 +134,9 @@ def state_kernel(
         i = start + tl.arange(0, C)
         u = end - W + i
         there = (i < W)[:, None] & exists[None, :]
-        keys = tl.load(k_ptr + b * kb + (u[:, None] * kt + of_key[None, :]), there & (u >= 0)[:, None], -float("inf"))
+        keys = tl.load(
+            k_ptr + b * kb + (u[:, None] * kt + key_features[None, :]), there & (u >= 0)[:, None], -float("inf")
+        )
         values = tl.load(v_ptr + b * vb + (u[:, None] * vt + features[None, :]), there & (u >= 0)[:, None], 0.0)
         values = tl.where(keys > -float("inf"), values, 0.0)
         to = keys_ptr + (key_place + of_head * (W - 1) * key_step)[None, :] + i[:, None] * key_step

@@ -33,13 +33,13 @@ def launches(name: str) -> Any:
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Return the functions of all operators by name."""
-    found: dict[str, Callable[..., Any]] = {"causal_state": _causal_state, "band": _band}
-    found["band_backward"] = _band_backward
+    functions: dict[str, Callable[..., Any]] = {"causal_state": _causal_state, "band": _band}
+    functions["band_backward"] = _band_backward
     for name in ("causal", "grid", "table"):
-        found[name] = partial(_forward, name)
-        found[f"{name}_keeping"] = partial(_keeping, name)
-        found[f"{name}_backward_keeping"] = partial(_backward, name)
-    return found
+        functions[name] = partial(_forward, name)
+        functions[f"{name}_keeping"] = partial(_keeping, name)
+        functions[f"{name}_backward_keeping"] = partial(_backward, name)
+    return functions
 
 
 def register(dispatch_key: str = "CUDA") -> torch.library.Library:
@@ -105,14 +105,14 @@ def _backward(name: str, gradient: torch.Tensor, *arguments: Any) -> Tensors:
 
 def _portable_gradients(name: str, gradient: torch.Tensor, problem: list[Any], bias_needed: bool) -> Tensors:
     """Compute gradients by the portable form."""
-    found = list(schema.new_gradients(gradient, *problem, bias_needed))
-    places = [i for i, x in enumerate(found) if problem[i] is not None and x.shape == problem[i].shape]
+    gradients = list(schema.new_gradients(gradient, *problem, bias_needed))
+    places = [i for i, x in enumerate(gradients) if problem[i] is not None and x.shape == problem[i].shape]
     with torch.enable_grad():
         given = [x.detach().requires_grad_(i in places) if torch.is_tensor(x) else x for i, x in enumerate(problem)]
         output, wanted = schema.portable(name, *given), [given[i] for i in places]
         for i, x in zip(places, torch.autograd.grad(output, wanted, gradient, materialize_grads=True)):
-            found[i] = x
-    return tuple(found)
+            gradients[i] = x
+    return tuple(gradients)
 
 
 def _causal_state(*arguments: Any) -> torch.Tensor:

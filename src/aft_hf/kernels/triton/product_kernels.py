@@ -570,8 +570,8 @@ def weight_gradient_kernel(
                         if not KEY_PER_HEAD:
                             key = f
                         there = (unit < B * PARTS) & (of_head < HEAD)
-                        asked, known = there & (t < T), there & (u < T)
-                        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, asked, asked,
+                        of_query, known = there & (t < T), there & (u < T)
+                        g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, of_query, of_query,
                                                vb, vt, vf, kb, kt, kf, GATED)  # fmt: skip
                         k = tl.load(k_ptr + b * kb + key * kf + u * kt, known, -float("inf")).to(tl.float32)
                         v = tl.load(v_ptr + b * vb + f * vf + u * vt, known, 0.0).to(tl.float32)

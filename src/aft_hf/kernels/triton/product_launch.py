@@ -167,8 +167,8 @@ class _Problem:
 
     def references(self, center: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the parts of `center` (see `kept_like`): the largest keys, and the centers of the averages."""
-        of_values, of_keys = center.split([self.batch * self.width, self.batch * self.key_width])
-        return of_keys, of_values
+        value_centers, key_centers = center.split([self.batch * self.width, self.batch * self.key_width])
+        return key_centers, value_centers
 
 
 def _parts(features: int, block: int) -> int:
@@ -239,10 +239,10 @@ def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[st
     if grid is None:
         tiles = (-(-length // block)) ** 2
         parts = _share(heads * tiles, problem.count // chosen["BK"])
-        found = problem.new(parts, heads, length, length)
+        grad_table = problem.new(parts, heads, length, length)
         numbers = (*problem.sizes, 1, 1, 1, 0, 0, parts)
-        kernels.weight_gradient_kernel[(tiles, parts, heads)](*tensors, found, *numbers, GC=1, **constants)
-        return found.sum(0)
+        kernels.weight_gradient_kernel[(tiles, parts, heads)](*tensors, grad_table, *numbers, GC=1, **constants)
+        return grad_table.sum(0)
     # Blocks of a grid, of `block` positions; those of the fewest blocks
     sizes = [(block // 2**i, 2**i) for i in range(block.bit_length())]
     count = {size: (-(-grid.rows // size[0]), -(-grid.columns // size[1])) for size in sizes}
@@ -251,13 +251,13 @@ def _weight_gradient(problem: _Problem, tensors: tuple[Any, ...], gated: dict[st
     spans = tuple(min(count[size][i] - 1, -(-reach[i] // size[i])) for i in (0, 1))
     places = (2 * spans[0] + 1) * (2 * spans[1] + 1)
     parts = _share(heads * places, problem.count // chosen["BK"])
-    found, grad_kernels = problem.new(parts, heads, places, block, block), problem.new(*problem.w.shape)
+    blocks, grad_kernels = problem.new(parts, heads, places, block, block), problem.new(*problem.w.shape)
     numbers = (grid.rows, grid.columns, *spans, parts)
     sizes_of_grid = (*problem.sizes, problem.offsets, *numbers)
-    kernels.weight_gradient_kernel[(places, parts, heads)](*tensors, found, *sizes_of_grid, GC=size[1], **constants)
+    kernels.weight_gradient_kernel[(places, parts, heads)](*tensors, blocks, *sizes_of_grid, GC=size[1], **constants)
     entries = grid.height * grid.width
     kernels.kernel_gradient_kernel[(-(-entries // 16), heads)](
-        found, grad_kernels, *grid[:4], *spans, parts, GC=size[1], BM=block, BLOCK=16
+        blocks, grad_kernels, *grid[:4], *spans, parts, GC=size[1], BM=block, BLOCK=16
     )
     return grad_kernels
 

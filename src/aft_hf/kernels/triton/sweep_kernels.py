@@ -557,8 +557,8 @@ def sweep_backward_kernel(
     if SEGMENTS and not TOTALS:
         for passed in range(S - 1 - s):
             sums_at = sums_ptr + (b * S + S - 1 - passed) * 6 * D
-            top, num, den, of_sums, dropped = _load_sums(sums_at, features, D, exists)
-            shift = (reference - of_sums) * LOG2E
+            top, num, den, sums_reference, dropped = _load_sums(sums_at, features, D, exists)
+            shift = (reference - sums_reference) * LOG2E
             den += (tl.load(sums_at + 5 * D + features, exists, 0.0) - center) * num
             if MASK:
                 R, _, X, Z = _join(R, 0.0, X, Z, top + shift, num, den, 0.0, dropped, 0.0, 1.0)
@@ -791,12 +791,12 @@ def _window_gradient(
     if CAREFUL:
         for s in range(WIDE):
             this = tl.arange(0, WIDE) == s
-            of_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
+            largest_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
             value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
             of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
-            seen = (of_w > -float("inf")) & (exists & ~good & (of_key > -float("inf")))[None, :]
+            seen = (of_w > -float("inf")) & (exists & ~good & (largest_key > -float("inf")))[None, :]
             seen &= log_den < float("inf")
-            a = tl.exp2(tl.where(seen, of_key[None, :] + of_w * LOG2E - log_den, EMPTY))
+            a = tl.exp2(tl.where(seen, largest_key[None, :] + of_w * LOG2E - log_den, EMPTY))
             of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
             total += tl.where(this[None, :], of_pair[:, None], 0.0)
     else:

@@ -39,11 +39,11 @@ def _group(ptr, t, T, step, features, exists, other: tl.constexpr):
 
 
 @triton.jit
-def _center_of_two(k_ptr, v_ptr, t, other, T, kt, vt, of_key, features, exists):
+def _center_of_two(k_ptr, v_ptr, t, other, T, kt, vt, key_features, features, exists):
     """The number nearest to 0 between the values of two tokens, of those that are finite and not hidden by a key of
     -inf. An outlier as a center would cost all other values digits.
     """
-    k, other_k = _row(k_ptr, t, T, kt, of_key, exists, 0.0), _row(k_ptr, other, T, kt, of_key, exists, 0.0)
+    k, other_k = _row(k_ptr, t, T, kt, key_features, exists, 0.0), _row(k_ptr, other, T, kt, key_features, exists, 0.0)
     v = _row(v_ptr, t, T, vt, features, exists, 0.0).to(tl.float32)
     other_v = _row(v_ptr, other, T, vt, features, exists, 0.0).to(tl.float32)
     none, counts = float("inf"), (tl.abs(v) < float("inf")) & (k.to(tl.float32) > -float("inf"))
@@ -155,18 +155,18 @@ def walk_kernel(
     pid, blocks = tl.program_id(0), tl.cdiv(D, BD)
     features = pid % blocks * BD + tl.arange(0, BD)
     segment, b = pid // blocks % S, (pid // blocks // S).to(tl.int64)
-    exists, of_key = features < D, features
+    exists, key_features = features < D, features
     if KEY_PER_HEAD:
-        of_key = features // HEAD
+        key_features = features // HEAD
     slope = 0.0
     if ALIBI:
         slope = tl.load(slope_ptr + features // HEAD, exists, 0.0)
     M, age = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32)
     num, den, length = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32), 0.0
     if INITIAL and not TOTALS:
-        M = tl.load(m_ptr + b * KEYS + of_key, exists, EMPTY).to(tl.float32)
+        M = tl.load(m_ptr + b * KEYS + key_features, exists, EMPTY).to(tl.float32)
         num = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
-        den = tl.load(d_ptr + b * KEYS + of_key, exists, 0.0).to(tl.float32)
+        den = tl.load(d_ptr + b * KEYS + key_features, exists, 0.0).to(tl.float32)
     if SEGMENTS and not TOTALS:
         for earlier in range(segment):
             m, n, d, a, length = _load_sums(sums_ptr + (b * S + earlier) * 5 * D, features, D, exists)
@@ -182,7 +182,7 @@ def walk_kernel(
     if DOCUMENTS:
         first_ptr += b * T
     start, end, f = tl.maximum(segment * L - shift, 0), tl.minimum(segment * L - shift + L, T), (T, T, T, T)
-    k, v = _group(k_ptr, start, T, kt, of_key, exists, none), _group(v_ptr, start, T, vt, features, exists, 0.0)
+    k, v = _group(k_ptr, start, T, kt, key_features, exists, none), _group(v_ptr, start, T, vt, features, exists, 0.0)
     q = v
     if GATED:
         q = _group(q_ptr, start, T, qt, features, exists, 0.0)
@@ -193,12 +193,12 @@ def walk_kernel(
         if KEEP:
             last = tl.minimum(chunk * C + C, T) - 1
             reference = tl.full((BD,), none, tl.float32)
-            center = _center_of_two(k_ptr, v_ptr, chunk * C, last, T, kt, vt, of_key, features, exists)
+            center = _center_of_two(k_ptr, v_ptr, chunk * C, last, T, kt, vt, key_features, features, exists)
             if DOCUMENTS:  # a chunk of several documents has none, since one may not change the rounding of another
                 whole = tl.load(first_ptr + last) <= chunk * C
                 reference, center = tl.where(whole, reference, 0.0), tl.where(whole, center, 0.0)
         for t in range(chunk * C, tl.minimum(chunk * C + C, end), GROUP):
-            k_next = _group(k_ptr, t + GROUP, T, kt, of_key, exists, none)
+            k_next = _group(k_ptr, t + GROUP, T, kt, key_features, exists, none)
             v_next = _group(v_ptr, t + GROUP, T, vt, features, exists, 0.0)
             q_next, f_next = v_next, f
             if GATED:
@@ -223,9 +223,9 @@ def walk_kernel(
         faded = M - slope * age
         s = tl.exp2(((M - faded) - slope * age) * LOG2E)  # corrects the rounding of the new maximum
         kept = exists & (segment == S - 1)
-        tl.store(to_m_ptr + b * KEYS + of_key, faded, kept)
+        tl.store(to_m_ptr + b * KEYS + key_features, faded, kept)
         tl.store(to_n_ptr + b * D + features, num * s, kept)
-        tl.store(to_d_ptr + b * KEYS + of_key, den * s, kept)
+        tl.store(to_d_ptr + b * KEYS + key_features, den * s, kept)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -298,9 +298,9 @@ def walk_backward_kernel(
     segment, b = pid // blocks % S, (pid // blocks // S).to(tl.int64)
     if TOTALS:
         segment += 1
-    exists, of_key = features < D, features
+    exists, key_features = features < D, features
     if KEY_PER_HEAD:
-        of_key = features // HEAD
+        key_features = features // HEAD
     slope = 0.0
     if ALIBI:
         slope = tl.load(slope_ptr + features // HEAD, exists, 0.0) * LOG2E
@@ -332,7 +332,7 @@ def walk_backward_kernel(
     if GATED:
         q = _pair(q_ptr, t, T, qt, features, exists, 0.0)
     if not TOTALS:
-        k, v = _pair(k_ptr, t, T, kt, of_key, exists, none), _pair(v_ptr, t, T, vt, features, exists, 0.0)
+        k, v = _pair(k_ptr, t, T, kt, key_features, exists, none), _pair(v_ptr, t, T, vt, features, exists, 0.0)
     if DOCUMENTS:
         f = _pair(first_ptr, t, T, 1, 0, start < T, 0)
     for back in range(0, last + 1 - start // C):
@@ -352,7 +352,7 @@ def walk_backward_kernel(
             if GATED:
                 q_next = _pair(q_ptr, t - PAIR, T, qt, features, exists, 0.0)
             if not TOTALS:
-                k_next = _pair(k_ptr, t - PAIR, T, kt, of_key, exists, none)
+                k_next = _pair(k_ptr, t - PAIR, T, kt, key_features, exists, none)
                 v_next = _pair(v_ptr, t - PAIR, T, vt, features, exists, 0.0)
             if DOCUMENTS:
                 f_next = _pair(first_ptr, t - PAIR, T, 1, 0, start < T, 0)
