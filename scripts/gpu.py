@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +26,9 @@ from typing import Any
 
 import torch
 
+from aft_hf.kernels.triton.operators import FAILED
 from aft_hf.kernels.triton.options import OPTIONS
+from aft_hf.mixing_aft import provides
 
 from .benchmark.cases import Case, all_cases
 from .benchmark.page import read_records, write_records
@@ -37,6 +40,7 @@ ON_GPU = torch.cuda.is_available()
 SIZES = (32, 2048, 768)  # of the problem that is tuned
 WORKERS = 10  # processes that test
 REPORTING, LAST_ROW = 15, 60  # seconds for the report of tests that are interrupted, and for the last row
+STALLED = 120  # seconds without a new row after which a row counts as one that does not end
 
 
 def test(log: Path, seconds: float) -> bool:
@@ -60,15 +64,21 @@ def test(log: Path, seconds: float) -> bool:
     return code == 0
 
 
-def in_process(function: Callable[..., None], *arguments: Any, seconds: float) -> bool:
+def in_process(
+    function: Callable[..., None], *arguments: Any, seconds: float, changes: Callable[[], Any] = time.monotonic
+) -> bool:
     """Run a function in a process of its own, and return whether it ended in time and without an error.
 
-    An error of a kernel on a GPU makes all later calls of its process fail, and a kernel may not end.
+    It must change what `changes` returns within each `STALLED` seconds. An error of a kernel on a GPU makes all later
+    calls of its process fail, and a kernel may not end.
     """
     process = get_context("spawn").Process(target=_leading, args=(function, *arguments))
     process.start()
+    end, before = time.monotonic() + seconds, None
     try:
-        process.join(seconds)
+        while process.exitcode is None and time.monotonic() < end and (now := changes()) != before:
+            before = now
+            process.join(max(0, min(STALLED, end - time.monotonic())))
     finally:
         _end_group(process.pid)
         process.kill()  # if it has no group yet
@@ -110,13 +120,13 @@ def measure_all(file: Path, cases: list[Case], options: Path | None, seconds: fl
     """Measure the cases that have no record yet, and leave out those that fail or do not end."""
     end = time.monotonic() + seconds
     cases = remaining(file, cases)
-    while cases and not in_process(
-        measure, file, cases, options, end - time.monotonic(), turns, seconds=end - time.monotonic() + LAST_ROW
-    ):
-        cases = remaining(file, cases)
-        if not cases or time.monotonic() > end:
+    while cases:
+        left = max(0, end - time.monotonic())
+        arguments, watched = (file, cases, options, left, turns), partial(remaining, file, cases)
+        if in_process(measure, *arguments, seconds=left + LAST_ROW, changes=watched):
             break
-        print(f"{cases[0].name}: failed", flush=True)
+        cases = remaining(file, cases)
+        print(f"{cases[0].name}: failed" if cases else "the process of the rows failed", flush=True)
         cases = cases[1:]
 
 
@@ -126,6 +136,8 @@ def measure(file: Path, cases: list[Case], options: Path | None, seconds: float,
     if options is not None and options.exists():
         for kernel, entries in json.loads(options.read_text()).items():
             OPTIONS[kernel] |= entries
+    if not provides("causal", "cuda" if ON_GPU else "cpu"):
+        raise RuntimeError("the Triton kernels are off: unset AFT_HF_TRITON, and check that Triton is installed")
     records = {record["case"]: record for record in read_records(file)}
     for case in cases:
         if time.monotonic() > end:
@@ -136,6 +148,9 @@ def measure(file: Path, cases: list[Case], options: Path | None, seconds: float,
         except torch.OutOfMemoryError as error:
             print(f"{case.name}: {error}"[:300], flush=True)
             continue
+        if FAILED:
+            failed = ", ".join(sorted(f"{kernel} in {dtype}" for kernel, dtype, _ in FAILED))
+            raise RuntimeError(f"{case.name} is not saved: PyTorch operations computed it, since {failed} failed")
         write_records(file, records.values())
         times = ", ".join(f"{name} {1000 * x:.1f} ms" for name, x in record["seconds"].items())
         memory = ", ".join(f"{name} {x / 2**20:.0f} MiB" for name, x in record["bytes"].items())

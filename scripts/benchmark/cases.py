@@ -195,6 +195,7 @@ def versions() -> dict[str, str]:
     package = Path(aft_hf.__file__).parent
     files = sorted([*package.glob("*_aft.py"), *package.glob("kernels/**/*.*")])
     code = b"".join(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h"))
-    found = {"aft-hf": aft_hf.__version__} | {name: version(name) for name in ("torch", "transformers")}
+    packages = ("torch", "transformers", *(["triton"] if ON_GPU else []))
+    versions = {"aft-hf": aft_hf.__version__} | {name: version(name) for name in packages}
     kernels = os.environ.get("AFT_HF_KERNELS") or next(iter(runnable_variants()), "none")
-    return found | {"code": hashlib.sha256(code).hexdigest()[:8], "kernels": kernels}
+    return versions | {"code": hashlib.sha256(code).hexdigest()[:8], "kernels": kernels}

@@ -317,11 +317,23 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
         output = operator(*leaves, *arguments[4:])
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    if failing == "backward":  # a compiled program expects contiguous gradients
+        transposed = torch.randn_like(arguments[2].mT).mT
+        kept = getattr(torch.ops.aft_hf_v3, f"{name}_keeping")(*arguments)[1:]
+        given = transposed, *arguments, *kept, True
+        assert all(x.is_contiguous() for x in getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping")(*given))
     with torch.no_grad():
         torch.testing.assert_close(getattr(torch.ops.aft_hf_v3, name)(*arguments), results[1][0], rtol=1e-4, atol=1e-5)
     assert (name, FP32, arguments[0].device) in operators.FAILED
     operators.FAILED.clear()
     assert sum("do not work on" in x.message for x in caplog.records) == 1
+
+
+def test_a_wrong_call_does_not_turn_a_kernel_off():
+    query, key, value, bias, *others = of_operator("causal")
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        torch.ops.aft_hf_v3.causal(query, key, value, bias[0], *others)
+    assert not operators.FAILED
 
 
 @pytest.mark.parametrize(

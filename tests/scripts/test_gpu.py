@@ -8,12 +8,14 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 
 pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources
 
 import aft_hf
 from aft_hf import mixing_aft
@@ -54,7 +56,7 @@ def tiny(monkeypatch, tmp_path):
     test.write_text("def test_nothing():\n    pass\n")
     monkeypatch.setattr(gpu, "TESTS", [str(test), "--rootdir", str(tmp_path), "-c", "/dev/null"])
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, seconds: function(*arguments) is None)
+    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, **_: function(*arguments) is None)
     yield rows
     library._destroy()
     schema.KEEPING.discard("cpu")
@@ -89,7 +91,7 @@ def test_limits_of_time_end_each_part(tiny, monkeypatch, tmp_path, capsys):
 
 def test_a_row_that_fails_or_does_not_end_is_left_out(tiny, monkeypatch, tmp_path, capsys):
     tried = []
-    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, seconds: tried.append(arguments[1]))
+    monkeypatch.setattr(gpu, "in_process", lambda function, *arguments, **_: tried.append(arguments[1]))
     gpu.measure_all(tmp_path / "benchmark.json", tiny, None, 60, 1)
     assert tried == [tiny, tiny[1:]]
     assert capsys.readouterr().out.splitlines() == [f"{case.name}: failed" for case in tiny]
@@ -102,7 +104,21 @@ def test_a_process_that_fails_or_does_not_end_is_killed(forks_for_spawned_proces
     assert not in_process(os._exit, 3, seconds=200)
     started = time.monotonic()
     assert not in_process(time.sleep, 600, seconds=1)
+    monkeypatch.setattr(gpu, "STALLED", 1)
+    assert not in_process(time.sleep, 600, seconds=200, changes=lambda: "nothing changes")
     assert time.monotonic() - started < 60
+
+
+def test_a_row_that_the_portable_form_computed_is_not_saved(tiny, monkeypatch, tmp_path, capsys):
+    failing = Mock(side_effect=OutOfResources(2, 1, "shared memory"))
+    monkeypatch.setattr(operators.launches("causal"), "causal", failing)
+    with pytest.raises(RuntimeError, match="is not saved: PyTorch operations computed it, since causal in torch"):
+        gpu.measure(tmp_path / "benchmark.json", tiny, None, 60, 1)
+    operators.FAILED.clear()
+    assert not (tmp_path / "benchmark.json").exists()
+    monkeypatch.setattr(gpu, "provides", lambda *_: False)
+    with pytest.raises(RuntimeError, match="the Triton kernels are off: unset AFT_HF_TRITON"):
+        gpu.measure(tmp_path / "benchmark.json", tiny, None, 60, 1)
 
 
 def test_versions_are_known_where_the_package_is_not_installed(monkeypatch):

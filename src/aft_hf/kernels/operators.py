@@ -398,8 +398,8 @@ def _call(
         raise ValueError(f"arguments of the operator do not match: {given}")
     sizes = dtype == torch.bfloat16, batch, length, width, heads, key.shape[2]
     tensors = *_with_strides(query, key, value), bias if bias is None else bias.contiguous(), output
-    of_output, *found = gradients
-    _run(kernel, [*sizes, *tensors, *_with_strides(of_output), *found, *others])
+    grad_output, *grad_inputs = gradients
+    _run(kernel, [*sizes, *tensors, *_with_strides(grad_output), *grad_inputs, *others])
 
 
 def _run(kernel: str, fields: Sequence[Any]) -> None:

@@ -66,12 +66,14 @@ def _run(name: str, like: torch.Tensor, launch: Callable[[Any], Result], otherwi
                 raise torch.OutOfMemoryError(str(error)) from error
             if "captur" in str(error):  # of a CUDA graph
                 raise
+            result = otherwise()  # an error in it is one of the call, and no reason to turn the kernels off
             FAILED.add(problem)
             logger.warning(
                 f"the Triton kernels for {name} in {like.dtype} do not work on {like.device}, so PyTorch operations "
                 f"compute it, which take several times longer ({type(error).__name__}: {str(error)[:300]}); "
                 "AFT_HF_TRITON=0 turns the kernels off"
             )
+            return result
     return otherwise()
 
 
@@ -111,7 +113,7 @@ def _portable_gradients(name: str, gradient: torch.Tensor, problem: list[Any], b
         given = [x.detach().requires_grad_(i in places) if torch.is_tensor(x) else x for i, x in enumerate(problem)]
         output, wanted = schema.portable(name, *given), [given[i] for i in places]
         for i, x in zip(places, torch.autograd.grad(output, wanted, gradient, materialize_grads=True)):
-            gradients[i] = x
+            gradients[i] = x.contiguous()  # as compiled programs expect them
     return tuple(gradients)
 
 
@@ -138,6 +140,7 @@ def _band_backward(gradient: torch.Tensor, *problem: Any) -> Tensors:
     def otherwise() -> Tensors:
         with torch.enable_grad():
             factors = [x.detach().requires_grad_() for x in problem[:2]]
-            return torch.autograd.grad(schema.portable("band", *factors, *problem[2:]), factors, gradient)
+            gradients = torch.autograd.grad(schema.portable("band", *factors, *problem[2:]), factors, gradient)
+            return tuple(x.contiguous() for x in gradients)
 
     return _run("band", problem[0], lambda module: module.band_backward(gradient, *problem), otherwise)
