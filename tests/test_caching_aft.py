@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from aft_hf import AFTAlibi, AFTConv, AFTSimple
-from aft_hf.caching_aft import AFTLayerState
+from aft_hf.caching_aft import AFTCache, AFTLayerState
 from aft_hf.mixing_aft import provides
 
 
@@ -217,6 +217,15 @@ def test_attentions_of_a_text_in_pieces_are_those_of_the_text_in_one(model, cuts
             assert_near(mine, theirs[:, :, start:end, :end])
 
 
+@torch.no_grad()
+def test_attentions_after_a_piece_without_them_are_refused(model):
+    ids = tokens(2, 9)
+    cache = model(ids[:, :3], output_attentions=True, use_cache=True).cache
+    model(ids[:, 3:5], cache=cache)
+    with pytest.raises(ValueError, match=r"output_attentions needs all keys.*from the first call on"):
+        model(ids[:, 5:], cache=cache, output_attentions=True)
+
+
 def test_gradients_reach_attentions_with_a_cache_as_without(model):
     found = []
     for use_cache in (True, False):
@@ -385,8 +394,15 @@ def test_training_keeps_no_state_and_wrong_states_and_masks_are_named(model):
         model(ids[:, :1], attention_mask=torch.ones(2, 3), cache=state)
     cache = DynamicCache()
     cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
-    for other, told in ((DynamicCache(), "DynamicCache"), (cache, r"got DynamicCache.* not supported: use LoRA")):
-        with pytest.raises(ValueError, match=told):
+    others = AFTCache([None] * 9), AFTCache([77] * len(model.aft.layers))
+    messages = (
+        "DynamicCache",
+        r"got DynamicCache.* not supported: use LoRA",
+        "this model's AFTCache",
+        "of another layer",
+    )
+    for other, message in zip((DynamicCache(), cache, *others), messages):
+        with pytest.raises(ValueError, match=message):
             model(ids, cache=other)
 
 

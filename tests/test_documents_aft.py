@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import language_model
 
 from aft_hf import AFTConv
 from aft_hf.mixing_aft import PACKING_INPUTS, Visibility, visibility_of
@@ -98,3 +99,15 @@ def test_a_mixer_on_a_grid_refuses_packed_documents():
     starts = torch.zeros(1, 16, dtype=torch.bool).index_fill(1, torch.tensor([5]), True)
     with pytest.raises(ValueError, match="packed documents are sequences"):
         AFTConv(8, 2, 3)(torch.randn(1, 16, 8), visibility=Visibility.of(None, starts))
+
+
+@pytest.mark.parametrize(("aft_type", "padded"), [("full", False), ("local", True), ("conv", False)])
+@torch.no_grad()
+def test_packed_documents_compile_as_one_graph(aft_type, padded):
+    model = language_model(aft_type).eval()
+    ids, mask = torch.arange(16).view(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, 6:] = 0
+    inputs = {"position_ids": POSITIONS} | ({"attention_mask": mask} if padded else {})
+    expected = model(ids, **inputs, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs, use_cache=False).logits
+    torch.testing.assert_close(compiled[mask == 1], expected[mask == 1])

@@ -229,10 +229,9 @@ class AFTLayerState(CacheLayerMixin):
 
     def record(self, problem: Mixing) -> Mixing:
         """Add the keys of new tokens to the history, and return the problem of all tokens so far, before `mix`."""
-        if not self.is_empty and self.history is None:
+        if self.cumulative_length != (0 if self.history is None else self.history.shape[1]):
             raise ValueError(
-                "output_attentions needs all keys, but this cache holds only their sums: set output_attentions from "
-                "the first call on"
+                "output_attentions needs all keys, but this cache holds only their sums: set it from the first call on"
             )
         key = problem.key
         if problem.visibility is not None:

@@ -65,7 +65,8 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         key = ".".join(str(part) for i, part in parts if not TYPE.fullmatch(str(part)) or (is_unknown and i == last))
         message = re.sub("^[A-Z][a-z]+ should ", "must ", problem["msg"].removeprefix("Value error, "))
         message = message.replace(" after validation", "")
-        if problem["type"] in ("float_type", "int_type") and re.fullmatch(r"[-+.\deE]+", str(problem["input"])):
+        number = {"int_type": r"[-+]?\d+", "float_type": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"}.get(problem["type"])
+        if number and isinstance(problem["input"], str) and re.fullmatch(number, problem["input"]):
             message += " without quotes"
         if "instance of" in message:  # of a class that a user does not know
             message = "must be a mapping of keys to values"

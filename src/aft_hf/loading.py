@@ -222,7 +222,9 @@ def load(
         place = path.parent
         wanted = getattr(auto_class, "model_type", None)  # of a class of configs
         if wanted and config.model_type not in (None, wanted):
-            raise error(f"{source}: its config has model_type={config.model_type!r}, not {wanted!r}")
+            raise error(
+                f"{source}: its config has model_type={config.model_type!r}, not {wanted!r}; give another model"
+            )
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
         if auto_class is AutoImageProcessor:
             values = read_image_processor(source, error, **hub)

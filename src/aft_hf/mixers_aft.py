@@ -247,7 +247,7 @@ class AFTMixer(nn.Module):
                     f"position_ids must be int64 or int32, ({batch} or 1, T) for {queries} queries and {keys} keys, "
                     f"got {tuple(position_ids.shape)} of {position_ids.dtype}"
                 )
-            # Not on an accelerator, where the host would have to wait for the values.
+            # Not on an accelerator, where reading would wait.
             if position_ids.device.type == "cpu" and position_ids.numel() > 0:
                 lowest, highest = (read(x) for x in position_ids.aminmax())
                 if lowest is not None and lowest < 0:
@@ -257,6 +257,8 @@ class AFTMixer(nn.Module):
             of_pairs = attention_mask is not None and attention_mask.dim() == 3
             if not self.causal or key is not query or position_ids is not None or of_pairs:
                 raise ValueError("a state needs causal=True, and one input without position_ids or 3-D mask")
+            if state.window != self.state_window:
+                raise ValueError("the state is of another layer")
             state.check_batch_size(batch)
 
     def extra_repr(self) -> str:

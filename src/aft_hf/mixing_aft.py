@@ -131,12 +131,10 @@ class Visibility:
         return (document[:, :, None] == document[:, None, :]) & self.real[:, None]
 
     @cached_property
-    def rows(self) -> "list[Tensor] | None":
+    def rows(self) -> list[Tensor]:
         """Return the documents as rows, (N, L) indices into the tokens of the batch, B T after the end of a document:
-        a batch for all documents whose lengths have the same next power of two. None in a traced program.
+        a batch for all documents whose lengths have the same next power of two.
         """
-        if self.longest is None:
-            return None
         index = self.real.flatten().nonzero().squeeze(1)
         starts = (self.position.flatten()[index] == 0).nonzero().squeeze(1)
         lengths = torch.diff(starts, append=starts.new_tensor([len(index)]))
@@ -191,7 +189,7 @@ def visibility_of(
         if read(wrong.any()):
             raise ValueError(
                 "position_ids must count 0, 1, 2, ... and start again at 0 with each packed document; for padded "
-                "rows, omit position_ids and pass attention_mask"
+                "rows, pass attention_mask instead"
             )
     return visibility
 
@@ -400,12 +398,12 @@ def _pairwise(problem: Mixing) -> Tensor:
 
 def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
     """Compute packed documents as rows of their own, those of about the same length in one batch."""
-    seen: Any = problem.visibility
-    if (rows := seen.rows) is None:
+    if torch.compiler.is_compiling():
         return _pairwise(problem)
+    seen: Any = problem.visibility
     value = problem.value
     context = value.new_zeros(value.shape[0] * value.shape[1] + 1, value.shape[2])
-    for index in rows:
+    for index in seen.rows:
         inside = (index < len(context) - 1).unsqueeze(-1)
         taken: list[Any] = [
             x if x is None else torch.where(inside, x.flatten(0, 1)[index.clamp_max(len(context) - 2)], hidden)

@@ -315,10 +315,11 @@ class AFTModel(AFTPreTrainedModel):
                 raise ValueError('pixel_values needs a model with modality="image", got modality="text"')
             if kwargs.get("encoder_hidden_states") is not None or isinstance(cache, EncoderDecoderCache):
                 raise ValueError("AFT has no cross-attention, so it cannot be the decoder of an encoder-decoder model")
-            if cache is not None and not isinstance(cache, AFTCache):
+            if cache is not None and not (isinstance(cache, AFTCache) and len(cache) == len(self.layers)):
                 raise ValueError(
-                    f"cache must be an AFTCache, got {type(cache).__name__}: in a model that contains this one, give "
-                    "use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: use LoRA"
+                    f"cache must be this model's AFTCache, got {type(cache).__name__}: in a model that contains this "
+                    "one, give use_cache=False or the cache of AFTModel.new_cache(); prefix tuning is not supported: "
+                    "use LoRA"
                 )
             if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 raise ValueError("gradient checkpointing takes no cache: omit it, or call model.eval()")
@@ -364,7 +365,7 @@ class AFTModel(AFTPreTrainedModel):
         attention_mask, visibility = attention_mask if of_pairs else None, visibility_of(packing, mask, *size)
         is_packed = visibility is not None and visibility.is_packed
         if is_packed and of_pairs:
-            raise ValueError("pass packed documents either as position_ids or as a 3-D attention_mask, not as both")
+            raise ValueError("pass packed documents as position_ids or as a 3-D attention_mask, not both")
         if use_cache and cache is None and not (of_pairs or is_packed):
             cache = self.new_cache()
         if cache is not None:
@@ -420,9 +421,9 @@ class AFTModel(AFTPreTrainedModel):
         if self.config.position_bias_entropy_weight == 0:
             return None
         device, layers = self.layernorm.weight.device, cast(Any, zip(self.layers, self._mixers))
-        # Adapters and offloading hook into mixers, FSDP2 into layers, whose checkpoints need inputs.
-        pairs = [(layer, mixer.kernel) for layer, mixer in layers if hasattr(mixer, "kernel")]
-        parts = [(layer.mixer if type(x) is nn.Parameter else layer)(None).to(device) for layer, x in pairs]
+        layers = [layer for layer, mixer in layers if hasattr(mixer, "kernel")]
+        # Hooks of FSDP are on layers, others on mixers; checkpoints of layers need inputs.
+        parts = [(x.mixer if type(x) is AFTLayer else x)(None).to(device) for x in layers]
         return torch.stack(parts).sum() if parts else None
 
 

@@ -87,8 +87,11 @@ def test_data_of_a_single_class_are_not_trained_on():
 def test_numbers_are_matched_with_a_model_whose_classes_are_numbers_only_by_name():
     sorted_as_text = sorted(str(number) for number in range(1, 11))
     assert match_classes(dataset([10, 2]), "label", ["0", *sorted_as_text]) == {10: 2, 2: 3}
-    with pytest.raises(ValueError, match=r"classes that are not among the 10 of the model: \['0'\]"):
+    with pytest.raises(ValueError, match=r"labels that are not among the 10 classes \['1', .*: \['0'\]"):
         match_classes(dataset([*range(10)]), "label", sorted_as_text)
+    assert match_classes(dataset([10, 2]), "label", sorted_as_text) == {10: 1, 2: 2}
+    assert match_classes(dataset([3, 1]), "label", ["002", "001", "003"]) == {3: 2, 1: 1}
+    assert match_classes(dataset(["LABEL_1"]), "label", ["0", "1"]) == {"LABEL_1": 1}
 
 
 def test_labels_are_numbered_by_name():

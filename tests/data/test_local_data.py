@@ -163,7 +163,7 @@ def test_parquet_files_of_several_splits_are_not_joined(tmp_path, names, of_spli
 def test_a_folder_of_splits_is_refused(folder, outer, split):
     shutil.copytree(folder, folder.parent / "ds" / outer / "other")
     shutil.copytree(folder, folder.parent / "ds" / outer / split)
-    message = f"ds: its folders are splits, not classes: give one of .*/ds/{outer}{split}, or the folder as"
+    message = f"ds: its folders are splits, not classes: give one of .*/ds/{outer}{split}, with a folder for"
     with pytest.raises(ValueError, match=message):
         load_local(folder.parent / "ds")
     assert len(load_local(folder.parent / "ds" / outer / split)) == 4
@@ -174,7 +174,7 @@ def test_a_folder_of_splits_without_classes_is_refused(tmp_path, labeled):
     for name in ("train/0.png", "Test/1.png"):
         (tmp_path / name).parent.mkdir()
         Image.new("RGB", (4, 4)).save(tmp_path / name)
-    with pytest.raises(ValueError, match=r"its folders are splits, not classes: give one of .*Test, .*train, or"):
+    with pytest.raises(ValueError, match=r"its folders are splits, not classes: give one of .*Test, .*train, with"):
         load_local(tmp_path, labeled=labeled)
     assert len(load_local(tmp_path / "train", labeled=False)) == 1
     (tmp_path / "Test").rename(tmp_path / "bus")  # a class beside the class train
@@ -306,6 +306,9 @@ def test_splits_come_from_files_or_from_a_dataset_whose_test_split_serves_to_val
     assert load_splits(train=train, validation=test).num_rows == {"train": 3, "validation": 2}
     assert load_splits(validation=test).num_rows == {"validation": 2}
     assert load_splits(str(tmp_path)).num_rows == {"train": 3, "validation": 2}
+    for path in ({"train": test}, {"dataset_name": test}):
+        with pytest.raises(ValueError, match="has no configuration 'x'; leave it out"):
+            load_splits(**path, dataset_config_name="x")
     for arguments in ({}, {"dataset_name": "x", "train": "y"}):
         with pytest.raises(ValueError, match=r"give either a dataset \(data.dataset, --dataset-name\), or a file"):
             load_splits(**arguments)

@@ -372,8 +372,11 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "1 tokens cannot be divided into": lambda group: local_shard(TOKENS[:, :1], group),
 }
 WRONG_IN_ALL: dict[str, Callable[[Any], Any]] = {  # in every process
-    "cache must be an AFTCache, got DynamicCache": lambda group: within(
+    "cache must be this model's AFTCache, got DynamicCache": lambda group: within(
         group, build_model("conv"), TOKENS, cache=DynamicCache()
+    ),
+    "AFTCache, got AFTCache": lambda group: within(
+        group, build_model("conv"), TOKENS, cache=build_model("conv", num_hidden_layers=1).aft.new_cache()
     ),
     "gradient checkpointing takes no cache": lambda group: within(
         group, checkpointed(text, "conv")[0], TOKENS, cache=build_model("conv").aft.new_cache()
@@ -423,6 +426,7 @@ def compute(directory: Path) -> None:
     found["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
     found["bfloat16"] = logits_in_bfloat16(group)
     found["empty"] = within(group, build_model("local"), TOKENS[:0]).logits.detach()
+    found["no images"] = within(group, image()[0], IMAGES[:0]).logits.detach()
     found["outside"] = error_of(partial(local_shard, TOKENS), pairs[1 - rank // 2])
     found["errors"] = {name: error_of(call, group) for name, call in (WRONG | WRONG_IN_ALL).items()}
     torch.save(found, directory / f"{rank}.pt")
@@ -510,7 +514,7 @@ def test_all_processes_have_the_same_logits_of_images_in_bfloat16(found):
 
 def test_a_batch_of_no_rows_has_no_logits_and_a_process_outside_of_the_group_no_shard(found):
     for process in found:
-        assert process["empty"].shape == (0, 8, 16)
+        assert process["empty"].shape == (0, 8, 16) and process["no images"].shape == (0, 5)
         assert process["outside"] == "this process is not in the group of the shards"
 
 

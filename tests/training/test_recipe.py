@@ -56,6 +56,10 @@ def test_overrides_reach_into_sections_and_come_after_smoke(recipe):
 def test_one_of_two_alternatives_replaces_the_other(recipe):
     assert load_recipe(recipe, ["steps=7"]).epochs is None
     assert load_recipe(recipe, ["epochs=7"], smoke=True).steps is None
+    given = ["task=bytes", "data={dataset: wiki, dataset_config: small, text_column: content}"]
+    assert load_recipe(recipe, [*given, "data.train=x"]).data.model_dump(exclude_unset=True) == {"train": "x"}
+    kept = load_recipe(recipe, [*given, "data.dataset=other"]).data
+    assert (kept.dataset, kept.dataset_config, kept.text_column) == ("other", "small", "content")
     # The sizes in the file describe another model; those beside `pretrained` are wanted.
     for order in (1, -1):
         for pretrained in ("model.pretrained=somewhere", "model={pretrained: somewhere}"):
@@ -100,6 +104,8 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
             r"^model=.*: line 1: 'aft_type' is given twice$",
         ),
         ("model={\n\narchitecture: aft,\narchitecture: aft}", r"line 4: 'architecture' is given twice$"),
+        ("steps=1.5", r"^steps=1.5: must be a valid integer$"),
+        ("optimizer.learning_rate='1.5.2'", r"^optimizer.learning_rate='1.5.2': must be a valid number$"),
         ("optimizer.learning_rate='1e-3'", r"^optimizer.learning_rate='1e-3': must be a valid number without quotes$"),
         ("steps=010", r"^steps=010: .*line 1: a number must not begin with 0 or have a colon, got 010;"),
         ("steps=1:30", r"^steps=1:30: .*line 1: a number must not begin with 0 or have a colon, got 1:30;"),

@@ -324,6 +324,7 @@ def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
             {"dataset": None, "train": __file__, "text_column": "text", "dataset_config": "x"},
             "data.dataset_config='x'",
         ),
+        ({"dataset": __file__, "dataset_config": "x"}, "is a file, which has no configuration 'x'"),
         ({"dataset": "{tmp_path}/test"}, r"there is nothing to train on: .* has no split 'train'"),
     ],
 )

@@ -47,7 +47,7 @@ def model_classes(config: PreTrainedConfig) -> list[str]:
 def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[int]:
     """Return the number that each class of a student has in its teacher, which must have the same classes.
 
-    Classes are matched by name, or by number (with a warning) if one of the two has no class names.
+    Classes are matched by name, or by number (with a warning) if just one of the two has class names.
     """
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
@@ -70,10 +70,10 @@ def number_of(label: str) -> int:
     return int(NUMBER.sub(r"\1", label))
 
 
-def by_number(labels: Sequence[str], count: int) -> list[str]:
-    """Return labels such as "007" or "LABEL_7" at their numbers 0 .. count - 1, and "" where there is none.
+def by_number(labels: Sequence[str], numbers: Sequence[int]) -> list[str]:
+    """Return the label such as "007" or "LABEL_7" of each number, and "" where there is none.
 
     Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
     """
     known = {number_of(label): label for label in reversed(labels)}
-    return [known.get(number, "") for number in range(count)]
+    return [known.get(number, "") for number in numbers]

@@ -29,6 +29,5 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
         resized.crop_size = {"height": height, "width": width}
     else:
         resized.size = {"height": height, "width": width}
-    if resized.to_dict() != processor.to_dict():
-        resized.do_resize = True
+        resized.do_resize |= resized.to_dict() != processor.to_dict()
     return resized

@@ -134,22 +134,22 @@ def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dic
     Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
     ValueError is raised if the data has classes that the model does not have.
     """
-    given = occurring = class_names(dataset, column)
-    if isinstance(dataset.features[column], ClassLabel):  # which may declare classes that do not occur
-        numbers = sorted({*unique_labels(dataset, column)} & {*range(len(given))})
+    given, feature, occurring = class_names(dataset, column), dataset.features[column], unique_labels(dataset, column)
+    if isinstance(feature, ClassLabel):  # which may declare classes that do not occur
+        numbers = sorted({*occurring} & {*range(len(given))})
         given, occurring = given[: numbers[-1] + 1] if numbers else given, [given[number] for number in numbers]
-    if not (unknown := sorted({*occurring} - {*of_model})):
+    if not (unknown := sorted({*map(str, occurring)} - {*of_model})):
         return class_numbers(dataset, column, of_model)
-    in_order = are_names(of_model) or [*map(number_of, of_model)] == [*range(len(of_model))]
-    if are_names(given) == are_names(of_model) and (are_names(given) or not in_order):
+    if are_names(given) and are_names(of_model):
         raise ValueError(
             f"the data has classes that are not among the {len(of_model)} of the model: {shown(unknown)}; give data "
             f"with the model's classes ({shown(of_model)}) or, if only the names differ, set id2label of the model"
         )
-    if len(given) > len(of_model):
+    if len(given) > len(of_model) and (are_names(given) or are_names(of_model)):
         raise ValueError(_both(given, of_model))
     _warn_of_numbers(given, of_model)
-    return class_numbers(dataset, column, given if are_names(given) else by_number(given, len(of_model)))
+    numbers = [*range(len(of_model))] if are_names(of_model) else [*map(number_of, of_model)]
+    return class_numbers(dataset, column, given if are_names(given) else by_number(given, numbers))
 
 
 def _both(given: Sequence[str], of_model: Sequence[str]) -> str:

@@ -71,6 +71,8 @@ def load_splits(
             "no data, or twice: give either a dataset (data.dataset, --dataset-name), or a file or folder "
             "(data.train, --train)"
         )
+    if dataset_name is None and dataset_config_name is not None:
+        raise ValueError(f"a file or folder has no configuration {dataset_config_name!r}; leave it out")
     if dataset_name is None:
         return DatasetDict({split: load_local(path, labeled=labeled) for split, path in paths.items()})
     splits = load_named(dataset_name, dataset_config_name)
@@ -86,6 +88,8 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     The name is that of a dataset on the Hub, of a local one that `datasets` can load, or of a file, which is "train".
     """
     if Path(name).is_file():
+        if config_name is not None:
+            raise ValueError(f"{name}: is a file, which has no configuration {config_name!r}; leave it out")
         return DatasetDict(train=load_local(name))
     check_named(name)
     if Path(name, "state.json").is_file():
@@ -195,10 +199,10 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
     if len({*of_splits.values()}) > 1:
         splits |= of_splits.keys()
     if splits:
-        places = ", ".join(map(str, sorted(splits)))
+        places = shortened(", ".join(map(str, sorted(splits))))
         raise ValueError(
-            f"{folder}: its folders are splits, not classes: give one of {places}, or the folder as a dataset "
-            "(data.dataset, --dataset-name)"
+            f"{folder}: its folders are splits, not classes: give one of {places}, with a folder for each class; for "
+            "training, the folder can be data.dataset (--dataset-name)"
         )
     columns: dict[str, list[Any]] = {"image": [{"bytes": None, "path": str(file)} for file in files]}
     features = Features(image=ImageColumn())
@@ -207,8 +211,8 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
         if shallow.parent == folder or len(shallow.parts) < len(deep.parts):
             raise ValueError(
                 f"{folder}: the classes are unclear: put all images equally deep, each in the folder of its class, at "
-                f"{folder}/CLASS/IMAGE, unlike {' and '.join(map(str, dict.fromkeys((shallow, deep))))}, or give a "
-                "folder with a metadata.csv as a dataset (data.dataset, --dataset-name)"
+                f"{folder}/CLASS/IMAGE, unlike {' and '.join(map(str, dict.fromkeys((shallow, deep))))}, or for "
+                "training, give a folder with a metadata.csv as data.dataset (--dataset-name)"
             )
         beside = {path for parent in {path.parent for path in inner} for path in parent.iterdir() if path.is_dir()}
         if empty := sorted(str(path) for path in beside - inner if not is_hidden(path.name)):

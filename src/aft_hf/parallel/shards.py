@@ -245,14 +245,14 @@ class Shard:
     @property
     def first_row(self) -> int:
         """Index of the first row of patches in this shard."""
-        return int(self.starts[self.rank, 0]) // self.columns
+        return int(self.starts[self.rank, :1].sum()) // self.columns
 
     @property
     def share(self) -> float:
         """The fraction of all tokens that this shard has, times the number of shards: the weight of its mean in an
         average over the shards.
         """
-        return self.length * self.size / self.total_length
+        return self.length * self.size / max(self.total_length, 1)
 
     # ------------------------------------------------------------------------------------------------ for the mixers
 

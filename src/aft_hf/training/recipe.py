@@ -27,6 +27,9 @@ ALTERNATIVES = (
     ("dataset", "train"),
 )
 
+# Keys of `data` that only `dataset` uses.
+OF_DATASET = ("dataset_config", "text_column")
+
 # The fields of `ImagesData` that `model.pretrained` has values of its own for.
 OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
 
@@ -437,8 +440,8 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
     for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-        if more.get(one) is not None and other not in more:
-            merged.pop(other, None)
+        if more.get(one) is not None and other not in more and merged.pop(other, None) and other == "dataset":
+            merged = {key: value for key, value in merged.items() if key not in OF_DATASET}
     for key, value in more.items():
         first, *rest = str(key).split(".")
         for part in reversed(rest):

@@ -51,6 +51,7 @@ from ..limits import limited
 from ..loading import load, read_image_processor
 from .metrics import accuracy_and_loss, code_length
 from .recipe import (
+    OF_DATASET,
     BytesData,
     BytesRecipe,
     Data,
@@ -409,13 +410,14 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         if not Path(file).is_file():
             reason = "is a folder; give a file" if Path(file).is_dir() else "no such file"
             raise ValueError(f"data.{split}={file}: {reason}")
-    refuse_unused(data)
+    refuse_without_dataset(data)
     return files
 
 
 def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
     """Return the splits of the recipe's dataset."""
     data = recipe.data
+    refuse_without_dataset(data)
     if data.train == GENERATED:
         if data.validation is not None:
             raise ValueError("data.train=generated has validation data of its own; leave out data.validation")
@@ -424,27 +426,28 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
         return DatasetDict({split: draw_images(split, data.image_column, label_column) for split in splits})
     labeled = recipe.task == "images"
     splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, labeled=labeled)
-    refuse_unused(data)
     require_train(splits, data)
     require_column(splits, data.image_column, "data.image_column")
     return splits
 
 
-def refuse_unused(data: Data) -> None:
+def refuse_without_dataset(data: Data) -> None:
     """Raise a ValueError if a key that only `dataset` uses is given without it."""
-    for name in ("dataset_config", "text_column") if data.dataset is None else ():
+    for name in OF_DATASET if data.dataset is None else ():
         field = type(data).model_fields.get(name)
         if field is not None and getattr(data, name) != field.default:
-            raise ValueError(f"data.{name}={shown(getattr(data, name))} needs data.dataset, which can be a file")
+            raise ValueError(f"data.{name}={shown(getattr(data, name))} needs data.dataset")
 
 
 def keep_image_format(data: ImagesData, config: PreTrainedConfig, processor: dict[str, Any]) -> None:
     """Set the image size and the normalization that a recipe does not give to those of a pretrained model."""
-    height, width = pair(getattr(config, "image_size", None) or data.image_size)
+    side = processor.get("crop_size" if processor.get("do_center_crop") else "size") or {}
+    usual = side.get("height") or side.get("shortest_edge") or data.image_size
+    height, width = pair(getattr(config, "image_size", None) or usual)
     own: dict[str, Any] = {"image_size": height}
     if processor:
         # A recipe normalizes pixel values in 0 .. 1.
-        scale = 255 * processor["rescale_factor"] if processor.get("do_rescale") else 255
+        scale = 255 * (processor["rescale_factor"] or 1 / 255) if processor.get("do_rescale") else 255
         for name, default in (("image_mean", 0.0), ("image_std", 1.0)):
             value: Any = processor.get(name) if processor.get("do_normalize") else default
             own[name] = [each / scale for each in (value if isinstance(value, (list, tuple)) else [value] * 3)]
