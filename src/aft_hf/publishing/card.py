@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
@@ -26,12 +27,15 @@ PICTURES = {  # that the card shows if they lie beside it
     "position_biases.png": "Position biases w of layers and heads: red where a position counts more, blue where less.",
     "losses.png": "The loss over the training steps, and the results of evaluations during training.",
 }
-# A card with one of them may be replaced: it was generated here, by Trainer, or from the template of huggingface_hub.
+# A card with one of them may be replaced: it was generated here or by Trainer.
 GENERATED = (
     MARKER,
     "This model card has been generated automatically according to the information the Trainer had access to",
-    "# Model Card for Model ID",
 )
+# So may the template of huggingface_hub that nobody has filled in. transformers adds the description.
+TEMPLATE_TITLE = "# Model Card for Model ID"
+DESCRIPTION = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+DESCRIPTION += "This model card has been automatically generated."
 UNTRAINED = "These are the weights of the conversion: take the weights as untrained, for tests and for fine-tuning."
 NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
@@ -133,8 +137,15 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
 
 
 def is_generated(text: str) -> bool:
-    """Return whether a program wrote a card, and nobody removed its line from it."""
-    return any(mark in text for mark in GENERATED)
+    """Return whether a program wrote a card, and nobody removed its line from it or filled in its template."""
+    unfilled = ModelCard.from_template(ModelCardData(), model_description=DESCRIPTION).text
+    written, template = ({*filter(None, map(str.strip, each.splitlines()))} for each in (body_of(text), unfilled))
+    return any(mark in text for mark in GENERATED) or {TEMPLATE_TITLE} <= written <= template
+
+
+def body_of(text: str) -> str:
+    """Return a card without its metadata."""
+    return REGEX_YAML_BLOCK.sub("", text.removeprefix("\ufeff"))
 
 
 def card_problems(text: str, directory: Path) -> list[str]:

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_session
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -25,7 +24,7 @@ from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import described, shortened
 from ..reading import parse_header, read_text
-from .card import NO_LICENSE, README, is_generated, new_text
+from .card import NO_LICENSE, README, body_of, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
 from .folder import PublishError, files_to_upload
@@ -148,7 +147,7 @@ def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     if is_generated(text):
         return ""
-    if REGEX_YAML_BLOCK.sub("", text.removeprefix("\ufeff")).strip():
+    if body_of(text).strip():
         return "text"
     license = parse_header(text, f"{README} of {repo_id}").get("license")
     return f"license {shortened(str(license))}" if license and not ModelCard(new).data.to_dict().get("license") else ""
