@@ -100,6 +100,16 @@ def test_a_pickle_is_told_by_name_and_by_content(prepared, name):
     assert only_problem(prepared).startswith(f"{name}: is a pickle")
 
 
+def test_a_safetensors_file_is_no_pickle_whatever_the_length_of_its_header(prepared):
+    path = prepared / "model.safetensors"
+    content, length = path.read_bytes(), 0x10280
+    end = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(length.to_bytes(8, "little") + content[8:end].ljust(length) + content[end:])
+    assert path.read_bytes().startswith(b"\x80\x02") and find_problems(prepared) == []
+    path.write_bytes(pickle.dumps({}))
+    assert "model.safetensors: is a pickle" in find_problems(prepared)[0]
+
+
 @pytest.mark.parametrize(
     "secret",
     [

@@ -71,9 +71,11 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
 
 def _file_problems(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
+        # The length of the header, with which a file of safetensors begins, may look like the start of a pickle.
+        is_safetensors = path.suffix == ".safetensors" and file.peek(9)[8:9] == b"{"
         if (
             path.suffix.lower() in PICKLE_SUFFIXES
-            or re.match(rb"\x80[\x02-\x05]", file.peek(2))
+            or (not is_safetensors and re.match(rb"\x80[\x02-\x05]", file.peek(2)))
             # The format of torch.save.
             or (zipfile.is_zipfile(path) and any(name.endswith(".pkl") for name in zipfile.ZipFile(path).namelist()))
         ):
