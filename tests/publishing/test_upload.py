@@ -10,6 +10,7 @@ from hub import FILES, answer
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from rich.console import Console
 
+from aft_hf.loading import MARKER
 from aft_hf.publishing import PublishError, publish, upload
 
 
@@ -69,6 +70,8 @@ def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, h
 
 
 TRAINERS = "This model card has been generated automatically according to the information the Trainer had access to."
+# The second is of an earlier upload from another folder.
+LICENSED = ["---\nlicense: mit\n---\n", f"---\nlicense: mit\n---\n{MARKER}\n# tiny\n"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ TRAINERS = "This model card has been generated automatically according to the in
         ("---\nlicense: mit\n---\n# My model\n\nThree pages.\n", True),
         ("Gr\xfc\xdfe", True),
         ("---\ntags:\n- generated_from_trainer\n---\n# Completed\n", True),
-        ("---\nlicense: mit\n---\n", True),
+        *((each, True) for each in LICENSED),
         ("---\ndatasets: [mine]\nlicense: null\n---\n", False),
         ("---\ntags:\n- aft\n---\n", False),
         ("", False),
@@ -90,8 +93,8 @@ def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, 
     commits = hub.repositories["me/tiny"].commits
     commits.append(commits[-1] | {"README.md": theirs.encode("latin-1")})
     if is_lost:
-        keep = "give --license" if theirs == "---\nlicense: mit\n---\n" else "download it into .*tiny"
-        with pytest.raises(PublishError, match=rf"not written by aft-hf.* lost; {keep}.*nothing was committed"):
+        keep = "give --license" if theirs in LICENSED else "download it into .*tiny"
+        with pytest.raises(PublishError, match=rf"of the card on the Hub.* lost; {keep}.*nothing was committed"):
             send()
         assert len(commits) == 3
         hub.fail("hf_hub_download", httpx2.ConnectError("reset"))

@@ -120,8 +120,7 @@ def publish(
         if README in there and is_generated(text) and (lost := _lost(api, repo_id, before, text)):
             keep = f"download it into {directory} to keep it" if lost == "text" else "give --license"
             raise PublishError(
-                f"{repo_id}: the card on the Hub, {README}, was not written by aft-hf, and its {lost} would be lost; "
-                f"{keep}, or delete it there"
+                f"{repo_id}: the {lost} of the card on the Hub, {README}, would be lost; {keep}, or delete it there"
             )
     stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
     added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
@@ -145,9 +144,7 @@ def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
     with TemporaryDirectory() as aside:
         path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-    if is_generated(text):
-        return ""
-    if body_of(text).strip():
+    if not is_generated(text) and body_of(text).strip():
         return "text"
     license = parse_header(text, f"{README} of {repo_id}").get("license")
     return f"license {shortened(str(license))}" if license and not ModelCard(new).data.to_dict().get("license") else ""
