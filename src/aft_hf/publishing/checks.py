@@ -17,7 +17,7 @@ from ..loading import load, weight_files
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, read_json
 from .card import ARCHITECTURES, README, card_problems
-from .facts import RESULTS, read_object, section
+from .facts import RESULTS, pixel_side, read_object
 from .folder import PublishError, files_to_upload, misplaced_files
 
 
@@ -149,7 +149,7 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
 def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
     """Raise a PublishError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
     is_text = model.config.modality == "text"
-    if is_text and section(read_object(directory / RESULTS), "recipe").get("task") == "pixels":
+    if is_text and pixel_side(read_object(directory / RESULTS), model.config):
         return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)

@@ -17,6 +17,7 @@ from transformers.utils.generic import flatten_dict
 from ..atomic_files import sha256
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
+from ..data.pixel_sequences import START_TOKEN
 from ..errors import explained
 from ..loading import license_terms, load, weight_files, weights_digest
 from ..reading import read_json
@@ -95,6 +96,7 @@ def read_facts(directory: Path) -> Facts:
     facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
     present = cache(partial(weights_digest, directory, PublishError))
     results = read_object(directory / RESULTS)
+    facts.pixel_side = pixel_side(results, config)  # it describes the model, also if the results are of other weights
     if not {"metrics", "recipe"} & results.keys():  # another program may have written it
         results = {}
     if not _is_of(results, present):
@@ -130,6 +132,14 @@ def section(values: dict[str, Any], key: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def pixel_side(results: dict[str, Any], config: AFTConfig) -> int:
+    """Return the side in pixels of the images of a model of sub-pixels, by results.json; 0 for other models."""
+    recipe = section(results, "recipe")
+    side = section(recipe, "data").get("image_size")
+    is_of_pixels = recipe.get("task") == "pixels" and config.bos_token_id == START_TOKEN
+    return side if is_of_pixels and type(side) is int and side > 0 else 0
+
+
 def _is_of(record: dict[str, Any], digest: Callable[[], str | None]) -> bool:
     """Return whether a record is of the weights with this digest, or does not say of which weights it is."""
     return "weights" not in record or record["weights"] == digest()
@@ -147,8 +157,6 @@ def _count_parameters(directory: Path) -> int | None:
 def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
     """Read the recipe of a run of the training loop."""
     data, paper = section(recipe, "data"), section(recipe, "paper")
-    if recipe.get("task") == "pixels" and type(side := data.get("image_size")) is int and side > 0:
-        facts.pixel_side = side
     if data.get("dataset"):
         facts.dataset = str(data["dataset"])
     elif data.get("train"):
