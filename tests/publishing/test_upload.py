@@ -55,12 +55,15 @@ def test_a_directory_arrives_in_one_commit_and_the_same_again_is_none(send, hub,
     assert_whole(hub, prepared)
 
 
-def test_weights_of_an_earlier_model_in_other_files_do_not_stay_in_force(send, hub, prepared):
+def test_files_of_an_earlier_model_that_the_new_one_lacks_do_not_stay_in_force(send, hub, prepared):
     send()
     repository = hub.repositories["me/tiny"]
     old = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "notes.txt")
     old += ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "processor_config.json")
-    old += ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors")
+    old += ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors", "generation_config.json")
+    old += ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+    old += ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "custom_generate/generate.py")
+    old += ("additional_chat_templates/tool_use.jinja",)
     repository.commits.append(repository.commits[-1] | dict.fromkeys(old, b"old"))
     (prepared / "optimizer.pt").write_bytes(b"mine")  # is left out, also of the verification
     repository.commits[-1]["optimizer.pt"] = b"theirs"

@@ -32,7 +32,9 @@ from .folder import PublishError, files_to_upload
 
 # Files of an earlier model that transformers would load in place of new ones, or with them.
 LOADED = r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
-LOADED += r"|adapter_config\.json|adapter_model\..*|processor_config\.json"
+LOADED += r"|adapter_config\.json|adapter_model\..*|(pre)?processor_config\.json|generation_config\.json"
+LOADED += r"|tokenizer\.(json|model)|tokenizer_config\.json|vocab\..*|merges\.txt|special_tokens_map\.json"
+LOADED += r"|added_tokens\.json|chat_template\..*|additional_chat_templates/.*|custom_generate/.*"
 TIMEOUT = 300.0  # seconds without data after which a request fails; huggingface_hub waits forever
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
