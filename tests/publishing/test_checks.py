@@ -10,7 +10,9 @@ import tiny
 import torch
 from rich.console import Console
 from saved_models import changed, edited
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from aft_hf import AFTForImageClassification
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
@@ -79,6 +81,24 @@ def test_weights_that_are_not_uploaded_are_told(prepared):
     (prepared / "model.safetensors").rename(prepared / name)
     (prepared / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"classifier.bias": name}}))
     assert only_problem(prepared) == f"{name}: the weight index lists it, but it is not uploaded"
+
+
+@pytest.mark.parametrize(
+    ("aft_type", "fields", "side", "problem"),
+    [
+        ("full", {}, 32, "of its image processor (images"),
+        ("conv", {"num_channels": 1}, 16, "of its image processor ("),
+        ("conv", {}, 32, None),  # this model takes images of any size
+        ("full", {"dtype": torch.bfloat16}, 16, None),
+    ],
+)
+def test_an_image_processor_that_does_not_fit_the_model_is_refused(tmp_path, aft_type, fields, side, problem):
+    config = tiny.build("image", aft_type).config
+    config.update(fields)
+    AFTForImageClassification(config).to(config.dtype).save_pretrained(tmp_path)
+    ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(tmp_path)
+    write_card(tmp_path)
+    assert find_problems(tmp_path) == [] if problem is None else problem in only_problem(tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
@@ -146,6 +147,7 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
     return model
 
 
+@torch.no_grad()
 def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
     """Raise a PublishError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
     is_text = model.config.modality == "text"
@@ -158,6 +160,10 @@ def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
     loaded = load(auto_class, directory, PublishError)
     if is_text and len(loaded) > model.config.vocab_size:
         raise PublishError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
+    if not is_text:
+        picture = Image.new("RGB", pair(model.config.image_size)[::-1])
+        with explained("the model does not run on the output of its image processor", PublishError):
+            model(pixel_values=loaded(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
     if model.can_generate():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
             GenerationConfig.from_pretrained(directory)
