@@ -101,6 +101,14 @@ def test_an_image_processor_that_does_not_fit_the_model_is_refused(tmp_path, aft
     assert find_problems(tmp_path) == [] if problem is None else problem in only_problem(tmp_path)
 
 
+def test_the_generation_config_of_a_model_may_be_missing_but_not_damaged(carded, tmp_path):
+    directory = Path(shutil.copytree(carded / "text", tmp_path / "tiny"))
+    (directory / "generation_config.json").write_text("{")
+    assert "generation_config.json: does not load" in only_problem(directory)
+    (directory / "generation_config.json").unlink()
+    assert find_problems(directory) == []
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):
     directory = Path(shutil.copytree(carded / "text", tmp_path / "tiny"))
     tiny.build_byte_tokenizer(bos_token="<s>").save_pretrained(directory)

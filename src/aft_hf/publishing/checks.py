@@ -164,6 +164,6 @@ def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
         picture = Image.new("RGB", pair(model.config.image_size)[::-1])
         with explained("the model does not run on the output of its image processor", PublishError):
             model(pixel_values=loaded(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
-    if model.can_generate():
+    if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
             GenerationConfig.from_pretrained(directory)
