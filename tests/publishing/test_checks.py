@@ -101,6 +101,15 @@ def test_an_image_processor_that_does_not_fit_the_model_is_refused(tmp_path, aft
     assert find_problems(tmp_path) == [] if problem is None else problem in only_problem(tmp_path)
 
 
+def test_an_image_processor_may_lie_in_the_file_of_a_processor(prepared):
+    values = json.loads((prepared / "preprocessor_config.json").read_text())
+    (prepared / "processor_config.json").write_text(json.dumps({"image_processor": values}))
+    (prepared / "preprocessor_config.json").unlink()
+    assert find_problems(prepared) == []
+    (prepared / "processor_config.json").write_text("{}")
+    assert "save the image processor beside the model" in only_problem(prepared)
+
+
 def test_the_generation_config_of_a_model_may_be_missing_but_not_damaged(carded, tmp_path):
     directory = Path(shutil.copytree(carded / "text", tmp_path / "tiny"))
     (directory / "generation_config.json").write_text("{")

@@ -14,7 +14,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONF
 
 from ..configuration_aft import AFTConfig, pair
 from ..errors import explained
-from ..loading import load, weight_files
+from ..loading import load, read_image_processor, weight_files
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, read_json
 from .card import ARCHITECTURES, README, card_problems
@@ -155,7 +155,7 @@ def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
         return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
-    if not (directory / file).is_file():
+    if not ((directory / file).is_file() if is_text else read_image_processor(directory, PublishError)):
         raise PublishError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
     loaded = load(auto_class, directory, PublishError)
     if is_text and len(loaded) > model.config.vocab_size:
