@@ -138,6 +138,16 @@ def test_results_stand_beside_the_file_that_holds_them_and_pictures_below(filled
         assert hidden not in text
 
 
+def test_a_result_is_of_the_data_of_its_split(directory):
+    data = {"train": "corpus/train.txt", "validation": None, "test": "corpus/held-out.txt"}
+    for more, of_validation in (({}, "train.txt"), ({"dataset": "some/one"}, "some/one")):
+        (directory / "results.json").write_text(json.dumps(RESULTS | {"recipe": {"data": data | more}}))
+        card = build_card(directory)
+        assert f"| accuracy | 0.7312 | {of_validation}, validation |" in card.text
+        assert "| accuracy | 0.7099 | held-out.txt, test |" in card.text
+        assert {each.dataset_type for each in card.data.eval_results} == {of_validation, "held-out.txt"}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "trained"),
     [

@@ -116,7 +116,7 @@ def build_card(
             file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden
         },
         hub_link=_hub_link,
-        data_of=lambda fact: _data(facts, fact),
+        data_of=_data,
         label=_label,
         escaped=_escaped,
         code=_code,
@@ -182,15 +182,15 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> Mode
     results = [
         EvalResult(
             task_type=task,
-            dataset_type=_plain(facts.dataset),
-            dataset_name=_plain(facts.dataset.split("/")[-1]),
+            dataset_type=_plain(fact.dataset),
+            dataset_name=_plain(fact.dataset.split("/")[-1]),
             dataset_split=fact.split,
             metric_type=_plain(fact.name),
             metric_name=_plain(fact.name.replace("_", " ")),
             metric_value=fact.value,
         )
         for fact in facts.results
-        if facts.dataset and fact.file == RESULTS
+        if fact.dataset
     ]
     types = sorted(set(facts.config.layer_aft_types))
     more: dict[str, Any] = terms | ({"base_model_relation": "finetune"} if facts.base_model else {})
@@ -250,10 +250,9 @@ def _label(name: str) -> str:
     return _escaped(name.replace("_", " ").replace(".", ": "))
 
 
-def _data(facts: Facts, fact: Fact) -> str:
+def _data(fact: Fact) -> str:
     """Return the dataset and the split of a result, as far as its file records them."""
-    dataset = facts.dataset if fact.file == RESULTS else None
-    return _escaped(", ".join(part for part in (dataset, fact.split) if part) or "not recorded")
+    return _escaped(", ".join(part for part in (fact.dataset, fact.split) if part) or "not recorded")
 
 
 def _hub_link(source: str) -> str:

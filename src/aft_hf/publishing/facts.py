@@ -51,6 +51,7 @@ class Fact:
     file: str
     split: str | None = None
     setting: str = ""  # of an evaluation, such as an image size
+    dataset: str | None = None  # of a result, if its file records it
 
     @property
     def text(self) -> str:
@@ -157,24 +158,30 @@ def _count_parameters(directory: Path) -> int | None:
 def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
     """Read the recipe of a run of the training loop."""
     data, paper = section(recipe, "data"), section(recipe, "paper")
-    if data.get("dataset"):
-        facts.dataset = str(data["dataset"])
-    elif data.get("train"):
-        facts.dataset = re.split(r"[/\\]", str(data["train"]).rstrip("/\\"))[-1]
+    facts.dataset = _dataset(data)
     if is_hub_id(str(section(recipe, "model").get("pretrained"))):
         facts.base_model = recipe["model"]["pretrained"]
     if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
         facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
 
 
+def _dataset(data: dict[str, Any], split: str = "") -> str | None:
+    """Return what a recipe trains on, or the data of a split: an id on the Hub, or the name of a file or folder."""
+    if not (path := data.get(split)) and data.get("dataset"):
+        return str(data["dataset"])
+    path = path or data.get("train")
+    return re.split(r"[/\\]", str(path).rstrip("/\\"))[-1] if path else None
+
+
 def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
     """Add the results and the other values of a file; of several values of a name, the first is added."""
     training: dict[str, Fact] = {}
+    data = section(section(values, "recipe"), "data")
     for name, value in flatten_dict(values).items():
         split, metric = _split_of(name.removeprefix("metrics."))
         is_result = not metric.startswith("train") and (name.startswith("metrics.") or metric.endswith(METRICS))
         if is_result and _is_number(value) and (split is not None or metric != name):
-            facts.results.append(Fact(metric, value, file, split))
+            facts.results.append(Fact(metric, value, file, split, dataset=_dataset(data, split or "")))
         elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or (value and not isinstance(value, float))):
             short = name.removeprefix("recipe.")
             training.setdefault(short, Fact(short, value, file))
