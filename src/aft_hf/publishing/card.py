@@ -50,6 +50,8 @@ TASKS = {
     ("AFTModel", "text"): "feature-extraction",
     ("AFTModel", "image"): "image-feature-extraction",
 }
+# Fields of the config whose defaults depend on other fields.
+DERIVED = ("intermediate_size", "num_heads", "use_position_embeddings", "use_cls_token", "pooling")
 # Characters with a meaning inside a line of Markdown, including tables, strikethrough and formulas. An underscore
 # between letters has none.
 SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|!(?=\[)")
@@ -228,10 +230,12 @@ def _status(facts: Facts) -> str:
 
 def _architecture(facts: Facts) -> dict[str, Any]:
     """Return the rows of the card's table of the architecture: the fields of the config that are not the default."""
-    default, rows = AFTConfig(), {"parameters": facts.parameters}
-    for name in AFTConfig.__annotations__:
-        value = getattr(facts.config, name, getattr(default, name))
-        if value != getattr(default, name) and name not in ("id2label", "dtype") and name[0] != "_":
+    names = (name for name in AFTConfig.__annotations__ if name not in ("id2label", "dtype") and name[0] != "_")
+    given = {name: getattr(facts.config, name) for name in names if hasattr(facts.config, name)}
+    default, usual = AFTConfig(), AFTConfig(**{name: given[name] for name in given if name not in DERIVED})
+    rows = {"parameters": facts.parameters}
+    for name, value in given.items():
+        if value != getattr(usual if name in DERIVED else default, name):
             rows[name.replace("_", " ")] = value
     return rows
 
