@@ -166,6 +166,18 @@ def test_training_is_recorded_if_a_file_describes_it_and_an_evaluation_is_none(d
     assert ("| accuracy | 0." in text) == (content.get("global_step") != 0)
 
 
+def test_every_number_of_an_evaluation_by_trainer_is_a_result_except_those_of_its_run(directory):
+    metrics = {"eval_f1": 0.5, "test_matthews_correlation": 0.25, "predict_wer": 0.125, "eval_valid_f1": 0.75}
+    names = ("runtime", "samples", "samples_per_second", "mem_cpu_alloc_delta", "model_preparation_time")
+    run = {f"{prefix}_{name}": 7.5 for prefix in ("eval", "predict", "eval_valid") for name in names}
+    (directory / "all_results.json").write_text(json.dumps(metrics | run | {"epoch": 3.0, "train_loss": 0.5}))
+    before, results = str(build_card(directory)).split("## Results")
+    assert "| train loss | 0.5 |" in before and before.count("| 7.5 |") == len(run)
+    for row in ("f1 | 0.5000 | validation", "matthews correlation | 0.2500 | test", "wer | 0.1250 | test"):
+        assert f"| {row} |" in results
+    assert results.count("`all_results.json`") == len(metrics) and "no evaluation is recorded" not in results
+
+
 def test_a_file_of_evaluate_counts_under_any_name_and_shows_its_image_sizes(filled):
     content = {"as trained": {"accuracy": 0.625, "loss": 1.5}, "48 px": {"accuracy": 0.5, "loss": math.inf}}
     (filled / "cifar10-test.json").write_text(json.dumps(content))

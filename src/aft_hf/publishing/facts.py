@@ -29,8 +29,10 @@ RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "t
 # The content of a file of `aft-hf evaluate --out`, which may have any name: its keys tell what it is.
 Evaluations = dict[Annotated[str, Field(pattern=r"^(weights|as trained|\d+ px|blocks of \d+)$")], Any]
 
-# Endings of the names of results of Trainer; its other numbers describe the training.
-METRICS = ("accuracy", "loss", "perplexity", "bits_per_token", "bits_per_byte", "bits_per_dim", "bits_per_character")
+# Names of the numbers of Trainer that describe the run of an evaluation; the others are its results.
+NO_METRIC = re.compile(
+    r"train.*|(\w+_)?(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)", re.DOTALL
+)
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
 # nothing to others, losses are drawn as a picture, and some keys have no influence on the model.
@@ -179,8 +181,8 @@ def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
     data = section(section(values, "recipe"), "data")
     for name, value in flatten_dict(values).items():
         split, metric = _split_of(name.removeprefix("metrics."))
-        is_result = not metric.startswith("train") and (name.startswith("metrics.") or metric.endswith(METRICS))
-        if is_result and _is_number(value) and (split is not None or metric != name):
+        has_prefix = split is not None or name.startswith("metrics.")
+        if has_prefix and not NO_METRIC.fullmatch(metric) and _is_number(value):
             facts.results.append(Fact(metric, value, file, split, dataset=_dataset(data, split or "")))
         elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or (value and not isinstance(value, float))):
             short = name.removeprefix("recipe.")
