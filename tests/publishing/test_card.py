@@ -373,6 +373,37 @@ def test_a_classifier_of_text_is_called_one_and_its_code_loads_it(tmp_path, head
     assert find_problems(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "lead", "limit"),
+    [
+        ({"num_labels": 3}, "image classifier of 3 classes", "predicts one of them for any image"),
+        ({"num_labels": 3, "problem_type": "regression"}, "regression model of images with 3 outputs", "any image,"),
+        ({"num_labels": 1}, "regression model of images with 1 output", "Predicts numbers for any image"),
+        (
+            {"num_labels": 3, "problem_type": "multi_label_classification"},
+            "multi-label classifier of images with 3 labels",
+            "predicts any number of them",
+        ),
+    ],
+)
+def test_a_regression_model_and_a_multi_label_classifier_are_called_what_they_are(tmp_path, fields, lead, limit):
+    config = tiny.build("image", "conv").config
+    config.update(fields)
+    config.architectures = ["AFTForImageClassification"]
+    config.save_pretrained(tmp_path)
+    text = str(build_card(tmp_path))
+    assert f" {lead}: AFT-conv" in text and limit in text
+    assert text.count("predicts one of them") == ("one of them" in limit)
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_model_averages_all_positions_only_if_its_connectivity_is_global(tmp_path, connects):
+    AFTConfig(global_connectivity=connects).save_pretrained(tmp_path)
+    text = str(build_card(tmp_path))
+    assert ("averages the values of all positions" in text) == connects
+    assert ("averages the values of the positions in its window" in text) != connects
+
+
 def test_a_generated_card_is_written_anew_and_one_that_the_user_wrote_or_completed_stays(directory):
     path = write_card(directory, repo_id="me/one")
     assert "me/two" in write_card(directory, repo_id="me/two").read_text()
