@@ -19,6 +19,7 @@ from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_b
 from aft_hf.conversion import adapt_to_image_size, read_source
 from aft_hf.data.images import logger as classes_logger
 from aft_hf.loading import weights_digest
+from aft_hf.publishing import build_card
 from aft_hf.training.metrics import accuracy, accuracy_and_loss, code_length
 from aft_hf.tuning.evaluation import evaluate_classifier, evaluate_language_model, logger
 
@@ -362,7 +363,7 @@ def test_few_images_of_a_folder_that_is_sorted_by_class_have_several_classes(eva
     some = images.sort("label").shuffle(seed=0).take(4)
     assert len({*some["label"]}) > 1
     expected = evaluate_classifier(model, processor_for(16), some)
-    assert evaluate("--max-samples", 4, data="sorted.parquet")[1] == {"as trained": pytest.approx(expected)}
+    assert evaluate("--max-samples", 4, data="sorted.parquet")[1] == {"as trained, 4 samples": pytest.approx(expected)}
 
 
 def test_options_without_an_effect_are_refused(evaluate, tmp_path):
@@ -381,6 +382,20 @@ def test_a_model_without_image_processor_gets_that_of_its_conversion(evaluate, t
     caplog.clear()
     read_source(tmp_path).image_processor.save_pretrained(tmp_path)
     assert evaluate()[1] == without and "has no image processor" not in caplog.text
+
+
+def test_a_result_of_some_samples_or_another_stride_says_so_also_on_the_card(evaluate, tmp_path, run_command):
+    config = AFTConfig(aft_type="conv", kernel_size=4, hidden_size=8, num_hidden_layers=1, vocab_size=258)
+    AFTForCausalLM(config).save_pretrained(tmp_path)
+    build_byte_tokenizer().save_pretrained(tmp_path)
+    rows_of(TEXT, TEXT, "another").to_parquet(tmp_path / "text.parquet")
+    options = ("--block-size", 8, "--stride", 2, "--max-samples", 2)
+    for _ in range(2):  # the file is replaced
+        assert evaluate(*options, data="text.parquet")[1].keys() == {"blocks of 8, stride 2, 2 samples"}
+    (tmp_path / "metrics.out").rename(tmp_path / "test.json")
+    assert "| bits per byte, blocks of 8, stride 2, 2 samples | " in str(build_card(tmp_path))
+    (tmp_path / "test.json").write_text('{"as trained, 100 samples": {"loss": 1.5}, "24 px, 9 samples": {"loss": 2}}')
+    assert all(row in str(build_card(tmp_path)) for row in ("| loss, 100 samples | ", "| loss, 24 px, 9 samples | "))
 
 
 def test_a_language_model_is_evaluated_in_blocks_of_texts(evaluate, tmp_path):

@@ -27,7 +27,8 @@ from .folder import PublishError
 # Files of the training loop and of Trainer.
 RESULTS, TRAINER_RESULTS, TRAINER_STATE = "results.json", "all_results.json", "trainer_state.json"
 # The content of a file of `aft-hf evaluate --out`, which may have any name: its keys tell what it is.
-Evaluations = dict[Annotated[str, Field(pattern=r"^(weights|as trained|\d+ px|blocks of \d+)$")], Any]
+SETTING = r"^(weights|(as trained|\d+ px|blocks of \d+(, stride \d+)?)(, \d+ samples)?)$"
+Evaluations = dict[Annotated[str, Field(pattern=SETTING)], Any]
 
 # Names of the numbers of Trainer that describe the run of an evaluation; the others are its results.
 NO_METRIC = re.compile(
@@ -217,7 +218,7 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
                 facts.outdated += [path.name] if len(record) > 1 else []
                 continue
             facts.results += [
-                Fact(metric, value, path.name, setting="" if setting == "as trained" else setting)
+                Fact(metric, value, path.name, setting=setting.removeprefix("as trained").removeprefix(", "))
                 for setting in record
                 for metric, value in section(record, setting).items()
                 if _is_number(value)

@@ -66,8 +66,10 @@ def evaluate(options: SimpleNamespace) -> None:
     is_of_images = is_image_classifier(config)
     needs, wanted = (OF_TEXT, "a language model") if is_of_images else (OF_IMAGES, "an image classifier")
     refuse_unused(options.context, dict.fromkeys(needs, wanted))
+    of_samples = ""  # the end of the names of settings
     if options.max_samples is not None:  # a folder is sorted by class
         dataset = (dataset.shuffle(seed=0) if is_of_images else dataset).take(options.max_samples)
+        of_samples = f", {len(dataset)} samples"
     results: dict[str, dict[str, float]] = {}
     with explained(f"{source}: cannot be evaluated on {options.data}"):
         if is_of_images:
@@ -78,7 +80,9 @@ def evaluate(options: SimpleNamespace) -> None:
             given = {name: vars(options)[name] for name in ("stretch_kernels", "enlarge_patches", "batch_size")}
             for side in options.image_size or [None]:
                 name, size = ("as trained", None) if side is None else (f"{side} px", (side, side))
-                results[name] = evaluate_classifier(model, processor, dataset, image_size=size, **given, **columns)
+                results[name + of_samples] = evaluate_classifier(
+                    model, processor, dataset, image_size=size, **given, **columns
+                )
         else:
             model = load_trained(AutoModelForCausalLM, source, config=config).to(place)
             tokenizer = load(AutoTokenizer, source)
@@ -87,7 +91,8 @@ def evaluate(options: SimpleNamespace) -> None:
             longest = min(longest, tokenizer.model_max_length)  # a huge number if the tokenizer sets none
             block_size = options.block_size or int(longest)
             sizes = {"block_size": block_size, "stride": options.stride, "batch_size": options.batch_size}
-            results[f"blocks of {block_size}"] = evaluate_language_model(
+            name = f"blocks of {block_size}" + (f", stride {options.stride}" if options.stride else "")
+            results[name + of_samples] = evaluate_language_model(
                 model, tokenizer, dataset, text_column=options.text_column, **sizes
             )
     metrics = list(next(iter(results.values())))
