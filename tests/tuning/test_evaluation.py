@@ -384,7 +384,7 @@ def test_a_model_without_image_processor_gets_that_of_its_conversion(evaluate, t
     assert evaluate()[1] == without and "has no image processor" not in caplog.text
 
 
-def test_a_result_of_some_samples_or_another_stride_says_so_also_on_the_card(evaluate, tmp_path, run_command):
+def test_a_result_of_some_samples_or_another_stride_says_so_also_on_the_card(evaluate, tmp_path):
     config = AFTConfig(aft_type="conv", kernel_size=4, hidden_size=8, num_hidden_layers=1, vocab_size=258)
     AFTForCausalLM(config).save_pretrained(tmp_path)
     build_byte_tokenizer().save_pretrained(tmp_path)

@@ -253,6 +253,8 @@ def test_the_card_of_an_aft_is_that_of_publishing_and_of_other_models_trainer_s(
     trainer.create_model_card()
     card = (tmp_path / "aft" / "README.md").read_text()
     assert "Attention Free Transformer" in card and "generated_from_trainer" not in card
+    trainer.create_model_card(license="mit", model_name="tiny")  # as push_to_hub(license="mit") does
+    assert "license: mit" in (tmp_path / "aft" / "README.md").read_text()
     other = tuner(vit(8, num_labels=CLASSES), tmp_path / "vit")
     other.save_model()
     other.create_model_card()

@@ -357,13 +357,15 @@ class FineTuner(Trainer):
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
-    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+    def create_model_card(
+        self, language: str | None = None, license: str | None = None, *arguments: Any, **options: Any
+    ) -> None:
         """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for adapters and other models."""
         directory = Path(str(self.args.output_dir))
         if not (directory / "config.json").is_file() or self.model.config.model_type != AFTConfig.model_type:
-            super().create_model_card(*arguments, **options)
+            super().create_model_card(language, license, *arguments, **options)
         elif self.is_world_process_zero():
-            write_card(directory, repo_id=self.hub_model_id)
+            write_card(directory, repo_id=self.hub_model_id, license=license)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
