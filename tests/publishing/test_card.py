@@ -191,6 +191,14 @@ def test_a_file_of_evaluate_counts_under_any_name_and_shows_its_image_sizes(fill
     assert card.data.metrics == ["accuracy", "f1", "loss"]
 
 
+def test_an_evaluation_counts_only_if_its_file_is_published(directory):
+    (directory / "checkpoint-9").mkdir()
+    (directory / "more").mkdir()
+    for name in (".mine.json", "step-9.json", "checkpoint-9/test.json", "more/test.json"):
+        (directory / name).write_text('{"as trained": {"accuracy": 0.5}}')
+    assert "No evaluation is recorded" in str(build_card(directory))
+
+
 def test_results_of_earlier_weights_are_not_shown_as_those_of_the_present_ones(directory):
     weights = {"weights": weights_digest(directory)}
     (directory / "results.json").write_text(json.dumps(RESULTS | weights))

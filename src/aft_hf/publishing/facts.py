@@ -21,7 +21,7 @@ from ..data.pixel_sequences import START_TOKEN
 from ..errors import explained
 from ..loading import license_terms, load, weight_files, weights_digest
 from ..reading import read_json
-from .folder import PublishError
+from .folder import PublishError, files_to_upload
 
 
 # Files of the training loop and of Trainer.
@@ -209,8 +209,9 @@ def _last_step(state: dict[str, Any]) -> dict[str, Any]:
 
 def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: Facts) -> None:
     """Add the results in files of `aft-hf evaluate --out` of the weights with this digest."""
-    for path in sorted(directory.glob("*.json")):
-        if not path.is_file() or path.stat().st_size > 2**16:  # bytes; they have a few hundred
+    for name, path in files_to_upload(directory)[0].items():
+        is_beside = "/" not in name and path.suffix == ".json" and path.is_file()
+        if not is_beside or path.stat().st_size > 2**16:  # bytes; they have a few hundred
             continue
         with suppress(PublishError):  # a file of another kind
             record = read_json(path, Evaluations, PublishError)
