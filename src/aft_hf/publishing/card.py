@@ -89,7 +89,10 @@ def build_card(
     facts = read_facts(directory)
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
-        raise PublishError(f"config.json: no {kind[0]} exists for the modality {kind[1]}")
+        raise PublishError(
+            f"config.json: an {kind[0]} for the modality {kind[1]} has no task on the Hub; load it as an AFTModel "
+            f"(`AFTModel.from_pretrained({str(directory)!r})`) and save that"
+        )
     name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
     terms = _license(directory, license, facts)
     types = set(config.layer_aft_types)
