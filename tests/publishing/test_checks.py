@@ -13,6 +13,7 @@ from saved_models import changed, edited
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification
+from aft_hf.loading import MARKER
 from aft_hf.publishing import PublishError, find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
@@ -116,6 +117,22 @@ def test_the_generation_config_of_a_model_may_be_missing_but_not_damaged(carded,
     assert "generation_config.json: does not load" in only_problem(directory)
     (directory / "generation_config.json").unlink()
     assert find_problems(directory) == []
+
+
+def test_only_a_card_that_was_generated_is_to_be_deleted_and_a_byte_order_mark_is_no_problem(prepared):
+    card = prepared / "README.md"
+    generated = card.read_text().replace("library_name", "name")
+    card.write_text(generated)
+    assert find_problems(prepared)[1:] == ["delete README.md to have it generated"]
+    card.write_text(generated.replace(MARKER, ""))
+    assert only_problem(prepared) == "README.md: the metadata lacks library_name"
+    card.write_text(
+        "\ufeff---\nlicense: mit\n" + generated.replace(MARKER, "").replace("name:", "library_name:", 1)[4:]
+    )
+    assert find_problems(prepared) == []
+    console = Console(record=True, width=100)
+    publish(prepared, "me/tiny", dry_run=True, console=console)
+    assert "card, license mit" in console.export_text()
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_told(carded, tmp_path):

@@ -157,7 +157,7 @@ def card_problems(text: str, directory: Path) -> list[str]:
     """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network."""
     try:
         parse_header(text, README)
-        card = ModelCard(text)
+        card = ModelCard(text.removeprefix("\ufeff"))
         data = card.data.to_dict()
     except Exception as error:  # the YAML parser and the card classes can raise any exception
         return [f"the metadata cannot be read ({described(error)})"]

@@ -17,7 +17,7 @@ from ..errors import explained
 from ..loading import load, read_image_processor, weight_files
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, read_json
-from .card import ARCHITECTURES, README, card_problems
+from .card import ARCHITECTURES, README, card_problems, is_generated
 from .facts import RESULTS, pixel_side, read_object
 from .folder import PublishError, files_to_upload, misplaced_files
 
@@ -67,7 +67,8 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
         return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
     text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
     found = [f"{README}: {problem}" for problem in card_problems(text, directory)]
-    return problems + found + ([f"delete {README} to have it generated"] if found and README not in new else [])
+    hint = [f"delete {README} to have it generated"] if found and README not in new and is_generated(text) else []
+    return problems + found + hint
 
 
 def _file_problems(path: Path) -> Iterator[str]:

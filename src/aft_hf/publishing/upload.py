@@ -99,7 +99,7 @@ def publish(
     kept, left_out = files_to_upload(directory)
     files = {name: path.stat().st_size for name, path in kept.items()}
     files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
-    text = new.get(README) or read_text(directory / README, PublishError)
+    text = new.get(README) or read_text(directory / README, PublishError).removeprefix("\ufeff")
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict().get("license")))
