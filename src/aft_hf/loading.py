@@ -188,8 +188,10 @@ def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
 
 def license_terms(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries license, license_name and license_link of some values; none without a license."""
-    found = {name: values.get(name) for name in ("license", "license_name", "license_link")}
-    terms = {name: value for name, value in found.items() if isinstance(value, str) and value}
+    given = {name: values.get(name) for name in ("license", "license_name", "license_link")}
+    if isinstance(several := given["license"], list) and len(several) == 1:
+        given["license"] = several[0]
+    terms = {name: value for name, value in given.items() if isinstance(value, str) and value}
     return terms if "license" in terms else {}
 
 

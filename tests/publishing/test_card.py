@@ -474,6 +474,12 @@ def test_a_license_is_never_chosen_for_the_user_and_stays_until_another_is_given
         assert metadata_errors(metadata) == []
 
 
+@pytest.mark.parametrize(("written", "license"), [("[apache-2.0]", "apache-2.0"), ("[mit, gpl-3.0]", None)])
+def test_a_list_of_one_license_is_that_license(directory, written, license):
+    (directory / "README.md").write_text(f"---\nlicense: {written}\n---\n{MARKER}")
+    assert build_card(directory).data.license == license
+
+
 def test_a_dry_run_of_the_command_shows_the_card_with_the_license(directory, run_command):
     done = run_command("aft-hf", "publish", directory, "me/tiny", "--license", "mit", "--dry-run")
     assert done.returncode == 0 and "license mit" in done.stdout and "nothing was uploaded" in done.stdout
