@@ -496,10 +496,15 @@ def test_a_dry_run_of_the_command_shows_the_card_with_the_license(directory, run
         ("no metadata", "lacks library_name"),
         ("---\nmodel-index:\n- name: x\n  results: 3\n---\n", "the metadata cannot be read"),
         ("---\nlicense: mit\n---\n![x](missing.png)\n", "shows missing.png"),
+        ("---\nlicense: other\nlicense_link: TERMS\n---\n", "license_link is TERMS, which does not exist"),
     ],
 )
-def test_missing_metadata_and_pictures_of_a_card_are_problems(tmp_path, text, told):
+def test_missing_metadata_and_files_of_a_card_are_problems(tmp_path, text, told):
     assert any(told in problem for problem in card_problems(text, tmp_path))
+    for name in ("TERMS", "missing.png"):
+        (tmp_path / name).write_text("")
+    linked = text.replace("TERMS", "https://example.org/TERMS")
+    assert not any("does not exist" in problem for each in (text, linked) for problem in card_problems(each, tmp_path))
 
 
 def test_results_in_other_forms_leave_the_card_whole(directory):

@@ -154,7 +154,7 @@ def body_of(text: str) -> str:
 
 
 def card_problems(text: str, directory: Path) -> list[str]:
-    """Return the problems of a card: missing or wrong metadata, and missing pictures. It needs no network."""
+    """Return the problems of a card: missing or wrong metadata, and missing files. It needs no network."""
     try:
         parse_header(text, README)
         card = ModelCard(text.removeprefix("\ufeff"))
@@ -163,9 +163,11 @@ def card_problems(text: str, directory: Path) -> list[str]:
         return [f"the metadata cannot be read ({described(error)})"]
     required = [name for name in REQUIRED if name != "license" or NO_LICENSE not in text]
     problems = [f"the metadata lacks {name}" for name in required if not data.get(name)]
-    for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text):
-        if "://" not in picture and not (directory / picture).is_file():
-            problems.append(f"shows {picture}, which does not exist")
+    named = [("shows", picture) for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text)]
+    named += [("license_link is", data["license_link"])] if data.get("license_link") else []
+    for what, file in named:
+        if "://" not in str(file) and not (directory / str(file)).is_file():
+            problems.append(f"{what} {file}, which does not exist; add the file")
     return problems
 
 
