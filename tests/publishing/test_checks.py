@@ -173,11 +173,13 @@ def test_a_safetensors_file_is_no_pickle_whatever_the_length_of_its_header(prepa
         "sk-" + "proj-" + "a1B2c3D4" * 3,
         "https://me:" + "secret@example.org/model",
         "-----BEGIN " + "PRIVATE KEY-----",
+        "-----BEGIN " + "PGP PRIVATE KEY BLOCK-----",
         "wandb_api_key: " + "0123456789abcdef" * 2 + "01234567",
     ],
 )
-def test_a_key_is_told_with_its_line_but_not_repeated(prepared, secret):
-    (prepared / "notes.md").write_text(f"one\ntwo\n{secret}\n")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be"])
+def test_a_key_is_told_with_its_line_but_not_repeated(prepared, secret, encoding):
+    (prepared / "notes.md").write_text(f"one\ntwo\n{secret}\n", encoding)
     told = only_problem(prepared)
     assert told.startswith("notes.md: holds a") and "line 3" in told and secret not in told
 

@@ -37,7 +37,7 @@ SECRETS = {
     "a Slack token": rb"\bxox[abprs]-[A-Za-z0-9-]{10,}",
     "an OpenAI or Anthropic key": rb"\bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}",
     "a password in an address": rb"\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>]+:[^\s/@\"'<>]+@",
-    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY( BLOCK)?-----",
     "a Weights & Biases key": rb"(?i)wandb[\w\"' ]{0,20}[:=][\"' ]*[0-9a-f]{40}\b",
 }
 
@@ -84,9 +84,10 @@ def _file_problems(path: Path) -> Iterator[str]:
             yield "is a pickle, which can run any code when it is loaded; save tensors as safetensors"
             return
         content = file.read(2**24 if path.suffix == ".safetensors" else -1)  # of weights, the header
+    narrow = content.replace(b"\0", b"")  # UTF-16 text has a zero beside each byte of ASCII
     for kind, pattern in SECRETS.items():
-        if match := re.search(pattern, content):
-            line = content.count(b"\n", 0, match.start()) + 1
+        if match := re.search(pattern, content) or re.search(pattern, narrow):
+            line = match.string.count(b"\n", 0, match.start()) + 1
             yield f"holds {kind} (line {line}); remove it, and revoke it"
 
 
