@@ -87,8 +87,8 @@ def test_weights_that_are_not_uploaded_are_told(prepared):
 @pytest.mark.parametrize(
     ("aft_type", "fields", "side", "problem"),
     [
-        ("full", {}, 32, "of its image processor (images"),
-        ("conv", {"num_channels": 1}, 16, "of its image processor ("),
+        ("full", {}, 32, "of its image processor; save that with which"),
+        ("conv", {"num_channels": 1}, 16, "of its image processor; save that with which"),
         ("conv", {}, 32, None),  # this model takes images of any size
         ("full", {"dtype": torch.bfloat16}, 16, None),
     ],

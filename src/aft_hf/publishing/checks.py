@@ -164,7 +164,8 @@ def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
         raise PublishError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
     if not is_text:
         picture = Image.new("RGB", pair(model.config.image_size)[::-1])
-        with explained("the model does not run on the output of its image processor", PublishError):
+        advice = "save that with which it was trained beside it"
+        with explained(f"the model does not run on the output of its image processor; {advice}", PublishError):
             model(pixel_values=loaded(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
