@@ -275,14 +275,14 @@ def _output(*command) -> str:
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def failures(found: Compiled, spills: int) -> str:
+def failures(compiled: Compiled, spills: int) -> str:
     """The reason why a variant is rejected; empty if it is accepted."""
-    if found.error:
-        return found.error
-    if found.spilled > spills:
-        return f"spills {found.spilled} bytes per thread, more than {spills}"
-    limit = SHARED_MEMORY.get(found.architecture, min(SHARED_MEMORY.values()))
-    return f"needs {found.shared} bytes of shared memory, more than {limit}" if found.shared > limit else ""
+    if compiled.error:
+        return compiled.error
+    if compiled.spilled > spills:
+        return f"spills {compiled.spilled} bytes per thread, more than {spills}"
+    limit = SHARED_MEMORY.get(compiled.architecture, min(SHARED_MEMORY.values()))
+    return f"needs {compiled.shared} bytes of shared memory, more than {limit}" if compiled.shared > limit else ""
 
 
 def main() -> int:
@@ -312,15 +312,21 @@ def main() -> int:
     print(row.format(*titles))
     failed, table = [], []
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(compile_variant, *zip(*wanted)):
-            sizes = found.variant.warps, found.registers, found.spilled, found.shared, round(found.instructions)
-            sizes = (*sizes, round(found.moved, 1), found.floor, found.barriers)
-            print(row.format(f"sm_{found.architecture}", found.variant.kernel, found.problem, *sizes))
+        for compiled in pool.map(compile_variant, *zip(*wanted)):
+            sizes = (
+                compiled.variant.warps,
+                compiled.registers,
+                compiled.spilled,
+                compiled.shared,
+                round(compiled.instructions),
+            )
+            sizes = (*sizes, round(compiled.moved, 1), compiled.floor, compiled.barriers)
+            print(row.format(f"sm_{compiled.architecture}", compiled.variant.kernel, compiled.problem, *sizes))
             sys.stdout.flush()
-            reason = failures(found, arguments.spills)
+            reason = failures(compiled, arguments.spills)
             if reason:
-                failed.append(f"sm_{found.architecture} {found.variant.kernel}, {found.problem}: {reason}")
-            entry = found._asdict() | {"kernel": found.variant.kernel, "warps": found.variant.warps}
+                failed.append(f"sm_{compiled.architecture} {compiled.variant.kernel}, {compiled.problem}: {reason}")
+            entry = compiled._asdict() | {"kernel": compiled.variant.kernel, "warps": compiled.variant.warps}
             entry["constants"] = {
                 name: value for name, kind, value, _ in entry.pop("variant").arguments if kind == "constexpr"
             }

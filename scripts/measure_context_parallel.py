@@ -74,9 +74,9 @@ def main(
     report += f"{seconds:.1f} s, peak memory {memory:,.0f} MiB"
     reports = [None] * group.size()
     distributed.all_gather_object(reports, report)
-    found = result()
+    measured = result()
     if distributed.get_rank() == 0:
-        print(f"{group.size()} processes, {what}, {layers} layers with d = {hidden_size}: {found}")
+        print(f"{group.size()} processes, {what}, {layers} layers with d = {hidden_size}: {measured}")
         for process, line in enumerate(reports):
             print(f"process {process}: {line}")
     distributed.barrier()  # no process exits while another still receives

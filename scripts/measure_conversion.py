@@ -205,8 +205,8 @@ def tables(records: list[Record]) -> str:
         "distillation": next((list(record["distillation"]) for record in records if "distillation" in record), []),
         "by image size": [f"{side} px" for side in IMAGE_SIZES],
     }
-    found = {kind: names for kind, names in columns.items() if any(kind in record for record in records)}
-    return "\n\n".join(table(records, kind, names) for kind, names in found.items())
+    present = {kind: names for kind, names in columns.items() if any(kind in record for record in records)}
+    return "\n\n".join(table(records, kind, names) for kind, names in present.items())
 
 
 def main(

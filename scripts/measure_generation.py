@@ -51,12 +51,12 @@ def cache_bytes(cache: Any) -> int:
 
 def table(records: list[dict[str, Any]]) -> str:
     """The table in Markdown."""
-    found = {(x["model"], x["context"]): x["bytes"] for x in records}
+    bytes_of = {(x["model"], x["context"]): x["bytes"] for x in records}
     columns = [f"{what}, MiB, {n:,} tokens" for what in ("cache", "weights") for n in CONTEXTS]
     lines = [f"| model | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     for name in dict.fromkeys(x["model"] for x in records):
-        cells = [f"{found[name, n]['cache'] / MIB:.2f}" for n in CONTEXTS]
-        cells += [f"{found[name, n]['weights'] / MIB:.0f}" for n in CONTEXTS]
+        cells = [f"{bytes_of[name, n]['cache'] / MIB:.2f}" for n in CONTEXTS]
+        cells += [f"{bytes_of[name, n]['weights'] / MIB:.0f}" for n in CONTEXTS]
         lines.append(f"| {'' if name == 'GPT-2' else 'AFT-'}{name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

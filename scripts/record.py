@@ -51,9 +51,9 @@ def record(page: str, command: str, records: Path = RECORDS) -> None:
     )
     print(done.stdout, end="")
     known = versions() | {name: version(name) for name in ("triton",) if find_spec(name)}
-    found = {"page": page, "command": command, "status": done.returncode, "commit": commit, "machine": machine()}
-    found |= {"versions": known, "date": str(date.today()), "output": done.stdout.splitlines()}
-    write_records(records, [*(x for x in read_records(records) if x["command"] != command), found])
+    entry = {"page": page, "command": command, "status": done.returncode, "commit": commit, "machine": machine()}
+    entry |= {"versions": known, "date": str(date.today()), "output": done.stdout.splitlines()}
+    write_records(records, [*(x for x in read_records(records) if x["command"] != command), entry])
 
 
 if __name__ == "__main__":

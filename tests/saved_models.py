@@ -87,10 +87,10 @@ def edited(change: Callable[[dict], Any], **metadata: str) -> Callable[[Path], N
 
 def listing(directory: Path) -> dict[str, tuple]:
     """Return mode, inode, time and content of each path in a directory; the content of a link is its target."""
-    found = {}
+    actual = {}
     for path in directory.rglob("*"):
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
         content = os.readlink(path) if path.is_symlink() else content
-        found[path.relative_to(directory).as_posix()] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
-    return found
+        actual[path.relative_to(directory).as_posix()] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+    return actual

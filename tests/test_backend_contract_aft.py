@@ -182,19 +182,19 @@ def storage_error(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype in HALF else 0.0
 
 
-def assert_within(found: torch.Tensor, exact: torch.Tensor, allowed: float, what: str) -> None:
-    found = found.detach().double().cpu()
-    assert found.shape == exact.shape, what
-    assert found.isfinite().all(), f"{what} is not finite"
-    error = (found - exact).abs().max().item() if exact.numel() else 0.0
+def assert_within(actual: torch.Tensor, exact: torch.Tensor, allowed: float, what: str) -> None:
+    actual = actual.detach().double().cpu()
+    assert actual.shape == exact.shape, what
+    assert actual.isfinite().all(), f"{what} is not finite"
+    error = (actual - exact).abs().max().item() if exact.numel() else 0.0
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def assert_as_exact(found: dict, rounded: dict, exact: dict, factor: float, dtype: torch.dtype) -> None:
+def assert_as_exact(actual: dict, rounded: dict, exact: dict, factor: float, dtype: torch.dtype) -> None:
     """Check that errors in norm are at most `factor` times those of `rounded`, the reference in the same dtype."""
     for name, expected in exact.items():
         norm = expected.norm()
-        errors = [((x[name].detach().double().cpu() - expected).norm() / norm).item() for x in (found, rounded)]
+        errors = [((x[name].detach().double().cpu() - expected).norm() / norm).item() for x in (actual, rounded)]
         allowed = factor * errors[1] + torch.finfo(dtype).eps
         assert errors[0] <= allowed, f"{name}: error {errors[0]:.3g}, reference {errors[1]:.3g}"
 
@@ -342,7 +342,7 @@ def assert_exact(given: Case, backend: Backend, largest_key: float | None = None
     mixer, dtype = copy.deepcopy(given.mixer).to(backend.device), given.key.dtype
     tensors = (x.to(backend.device) for x in (given.key, given.value, given.weight))
     fields = {name: to_device(x, backend.device) for name, x in given.fields.items()}
-    found = results(mixer, *tensors, fields, backend.name)
+    actual = results(mixer, *tensors, fields, backend.name)
     batch, length, width = given.value.shape
     with torch.no_grad():
         bias = copy.deepcopy(given.mixer).double().position_bias(length, **with_grid(mixer, length))
@@ -359,7 +359,7 @@ def assert_exact(given: Case, backend: Backend, largest_key: float | None = None
         if summed is None:  # a gradient of biases may be multiplied by another factor
             summed = of_bias * max(x.abs().max().item() for x in learned(mixer).values())
         largest = exact.abs().max().item() if exact.numel() else 0.0
-        assert_within(found[name], exact, storage_error(dtype) * largest + allowed * max(largest, summed), name)
+        assert_within(actual[name], exact, storage_error(dtype) * largest + allowed * max(largest, summed), name)
 
 
 # ---------------------------------------------------------------------------- all structures, dtypes, masks and shapes
@@ -436,19 +436,19 @@ def test_a_decay_over_a_long_sequence_is_right_where_keys_make_up_for_it(backend
     key = -slopes * torch.arange(length)[:, None] + torch.randn(1, length, WIDTH)
     value = torch.randn(1, length, WIDTH)
     options = (torch.ones_like(value), {})
-    found = results(mixer, *(x.to(backend.device) for x in (key, value, options[0])), {}, backend.name)
+    actual = results(mixer, *(x.to(backend.device) for x in (key, value, options[0])), {}, backend.name)
     double = copy.deepcopy(mixer).cpu().double()
     exact = results(double, key.double(), value.double(), options[0].double(), {}, "reference")
     rounding = 2 * 512 * 2.0**-24 * value.abs().max().item()  # of K and of K + w in float32
-    assert_within(found["output"], exact["output"], tolerance(torch.float32, length) * 4 + rounding, "output")
+    assert_within(actual["output"], exact["output"], tolerance(torch.float32, length) * 4 + rounding, "output")
 
 
 # ----------------------------------------------------------------------------------------------------------- causality
 
 
-def at_most(found: torch.Tensor, expected: torch.Tensor, relative: float = 1e-5) -> None:
+def at_most(actual: torch.Tensor, expected: torch.Tensor, relative: float = 1e-5) -> None:
     """Check that all entries are within `relative` times the largest entry."""
-    assert_within(found, expected.detach().double().cpu(), relative * expected.abs().max().item(), "output")
+    assert_within(actual, expected.detach().double().cpu(), relative * expected.abs().max().item(), "output")
 
 
 LATER = {"1e4 larger": 1e4, "-1e4": -1e4, "NaN": math.nan, "infinity": math.inf, "-infinity": -math.inf}
@@ -543,9 +543,9 @@ def test_nan_behind_a_pair_mask_reaches_no_query_that_does_not_see_it(structure,
     sees = mask[:, :, 30].expand(3, -1)
     hostile = x.clone()
     hostile[:, 30] = math.nan
-    found, expected = (mixer(x, y, y, attention_mask=mask, **options) for y in (hostile, x))
-    at_most(found[~sees], expected[~sees])
-    assert found[:, 30].isnan().any(-1).all()
+    actual, expected = (mixer(x, y, y, attention_mask=mask, **options) for y in (hostile, x))
+    at_most(actual[~sees], expected[~sees])
+    assert actual[:, 30].isnan().any(-1).all()
 
 
 @pytest.mark.parametrize(
@@ -597,10 +597,10 @@ def test_nan_and_infinity_are_not_turned_into_numbers(structure, size, changed, 
         key, value = (x.to(backend.device) for x in given.values())
         problem = Mixing(key, value, mixer.num_heads, biases, mixer.causal)
         with torch.no_grad():
-            found, expected = mix(problem, backend.name), reference_mixing(problem)
+            actual, expected = mix(problem, backend.name), reference_mixing(problem)
         assert not expected[1].isfinite().all()
-        torch.testing.assert_close(found.isfinite(), expected.isfinite())
-        at_most(found.nan_to_num(0.0, 0.0, 0.0), expected.nan_to_num(0.0, 0.0, 0.0))
+        torch.testing.assert_close(actual.isfinite(), expected.isfinite())
+        at_most(actual.nan_to_num(0.0, 0.0, 0.0), expected.nan_to_num(0.0, 0.0, 0.0))
 
 
 @structures(STRUCTURES)
@@ -618,8 +618,8 @@ def test_an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision(s
         biases = module.biases(given[1], grid_of(module, 35))
         output = mix(Mixing(*given, module.num_heads, biases, module.causal), name)[:, 1:]
         gradients.append([x[:, 1:] for x in torch.autograd.grad(output.square().sum(), given)])
-    for found, exact in zip(*gradients):
-        at_most(found, exact, tolerance(FP32, 35, 30.0))
+    for actual, exact in zip(*gradients):
+        at_most(actual, exact, tolerance(FP32, 35, 30.0))
 
 
 # -------------------------------------------------------------------------------------------------------- whole mixers
@@ -655,12 +655,12 @@ def assert_mixer_exact(mixer, x: torch.Tensor) -> None:
     """Compare a mixer with the reference. Gradients that cancel, such as that of the key's bias, are compared relative
     to the terms that cancel in them.
     """
-    found, exact = mixer_results(mixer, x), by_reference(mixer, x)
+    actual, exact = mixer_results(mixer, x), by_reference(mixer, x)
     largest = max(g.abs().max().item() for name, g in exact.items() if name != "output")
     allowed = tolerance(x.dtype, x[..., 0].numel() * x.shape[-1])
     for name, expected in exact.items():
         own = expected.abs().max().item()
-        assert_within(found[name], expected, allowed * (own if name == "output" else max(own, largest)), name)
+        assert_within(actual[name], expected, allowed * (own if name == "output" else max(own, largest)), name)
 
 
 OPTIONS = {
@@ -683,8 +683,8 @@ def test_a_whole_mixer_is_eq_2(structure, options, dtype, backend):
     x = torch.randn(2, 33, WIDTH, dtype=dtype, device=backend.device)
     assert_mixer_exact(mixer, x)
     with torch.no_grad():
-        found = mixer(x, **with_grid(mixer, 33))
-    at_most(found, by_reference(mixer, x)["output"])
+        actual = mixer(x, **with_grid(mixer, 33))
+    at_most(actual, by_reference(mixer, x)["output"])
 
 
 OFFSET = [name for name in TYPICAL if "selected" not in name]
@@ -704,16 +704,16 @@ def test_a_whole_mixer_in_half_precision_is_as_exact_as_the_reference(structure,
     with torch.no_grad():
         mixer.v_proj.bias.add_(offset)
     if autocast:
-        found, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
-        assert all(y.dtype == torch.float32 for name, y in found.items() if name != "output")
+        actual, rounded = mixer_results(mixer, x, dtype), by_reference(mixer, x, torch.float32, dtype)
+        assert all(y.dtype == torch.float32 for name, y in actual.items() if name != "output")
         with torch.no_grad(), torch.autocast(backend.device, dtype):
             assert mixer(x, **with_grid(mixer, 65)).dtype == dtype
     else:
         mixer, x = mixer.to(dtype), x.to(dtype)
-        found, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
-    assert found["output"].dtype == dtype
+        actual, rounded = mixer_results(mixer, x), by_reference(mixer, x, dtype)
+    assert actual["output"].dtype == dtype
     exact = without_what_cancels(by_reference(mixer, x))
-    assert_as_exact(found, rounded, exact, 1.25 if offset else 2.0, dtype)
+    assert_as_exact(actual, rounded, exact, 1.25 if offset else 2.0, dtype)
 
 
 @structures(TYPICAL_SEQUENCES)
@@ -723,8 +723,8 @@ def test_a_padded_row_equals_the_row_alone(structure, side, backend_or_reference
     device = backend_or_reference.device
     x, mask = torch.randn(3, 35, WIDTH, device=device), padding_mask(side, 3, 35).to(device)
     output = mixer(x, attention_mask=mask)
-    for row, real, found in zip(x, mask, output):
-        at_most(found[real], mixer(row[real].unsqueeze(0))[0], tolerance(x.dtype, 35))
+    for row, real, actual in zip(x, mask, output):
+        at_most(actual[real], mixer(row[real].unsqueeze(0))[0], tolerance(x.dtype, 35))
 
 
 @structures(TYPICAL)
@@ -736,9 +736,9 @@ def test_inputs_and_gradients_need_not_be_contiguous(structure, backend):
     at_most(output, mixer(x.contiguous(), **options), tolerance(x.dtype, 35))
     strided = torch.randn(WIDTH, 35, 2, device=backend.device).permute(2, 1, 0)
     for gradient in (torch.ones((), device=backend.device).expand(2, 35, WIDTH), strided):
-        found = torch.autograd.grad(output, x, gradient, retain_graph=True)[0]
+        actual = torch.autograd.grad(output, x, gradient, retain_graph=True)[0]
         expected = torch.autograd.grad(mixer(x, **options), x, gradient.contiguous())[0]
-        at_most(found, expected, tolerance(x.dtype, 35 * WIDTH))
+        at_most(actual, expected, tolerance(x.dtype, 35 * WIDTH))
 
 
 TRAINED = ("q_proj", "k_proj", "v_proj", "position_bias", "kernel")
@@ -809,9 +809,9 @@ def test_one_gate_may_serve_all_features(backend):
     mixer, x = build("full", backend), torch.randn(2, 35, WIDTH, device=backend.device)
     mixer.q_proj = nn.Linear(WIDTH, 1).to(backend.device)
     with torch.no_grad():
-        found = mixer(x)
+        actual = mixer(x)
         mixer.query_activation.register_forward_hook(lambda *args: None)  # the gate is then applied after Eq. 2
-        at_most(found, mixer(x), tolerance(x.dtype, 35 * WIDTH))
+        at_most(actual, mixer(x), tolerance(x.dtype, 35 * WIDTH))
 
 
 # ---------------------------------------------------------------------------------------- outputs are ordinary tensors
@@ -822,10 +822,10 @@ def test_the_output_may_be_changed_in_place(structure, backend):
     mixer = build(structure, backend, **OPTIONS["neither"])
     for batch in (1, 2):
         x = torch.randn(batch, 9, WIDTH, device=backend.device, requires_grad=True)
-        inputs, found = [x, *mixer.parameters()], []
+        inputs, actual = [x, *mixer.parameters()], []
         for output in (mixer(x).mul_(2).add_(x), mixer(x) * 2 + x):
-            found.append((output, *torch.autograd.grad(output.square().sum(), inputs, materialize_grads=True)))
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+            actual.append((output, *torch.autograd.grad(output.square().sum(), inputs, materialize_grads=True)))
+        torch.testing.assert_close(*actual, rtol=1e-4, atol=1e-5)
 
 
 @structures(["full", "full causal", "local causal", "conv 2-D"])
@@ -858,14 +858,14 @@ def test_an_activation_checkpoint_gives_the_same(structure, use_reentrant, backe
     mixer = build(structure, backend).train()
     x = torch.randn(2, 35, WIDTH, device=backend.device, requires_grad=True)
     run = partial(mixer, **with_grid(mixer, 35))
-    found = []
+    actual = []
     for call in (run, partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=use_reentrant)):
         torch.manual_seed(0)
         output = call(x)
         output.square().sum().backward()
-        found.append((output.detach(), x.grad.clone()))
+        actual.append((output.detach(), x.grad.clone()))
         x.grad = None
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*actual)
 
 
 # ----------------------------------------------------------------------------------------- differentiation and tracing
@@ -927,8 +927,8 @@ def test_gradients_of_gradients_are_finite_for_keys_far_apart(structure, backend
         (first,) = torch.autograd.grad(mixer(x.requires_grad_(), **with_grid(mixer, 35)).sum(), x, create_graph=True)
         first.square().mean().backward()
         results.append(mixer.k_proj.weight.grad.double())
-    found, expected = results
-    assert (found - expected).norm() < 1e-2 * expected.norm()
+    actual, expected = results
+    assert (actual - expected).norm() < 1e-2 * expected.norm()
 
 
 @structures(TYPICAL)
@@ -948,14 +948,14 @@ def test_forward_mode_by_parameters_is_that_of_the_reference(structure, backend)
     for name in (*learned(mixer.func), "v_proj.bias"):
         value = mixer.func.get_parameter(name).detach()
         tangent = torch.randn_like(value)
-        found = []
+        actual = []
         for m in (mixer, reference):
 
             def run(value, m=m, name=name):
                 return torch.func.functional_call(m.func, {name: value}, (x,), m.keywords)
 
-            found.append(torch.func.jvp(run, (value,), (tangent,))[1])
-        torch.testing.assert_close(*found)
+            actual.append(torch.func.jvp(run, (value,), (tangent,))[1])
+        torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize(
@@ -972,14 +972,14 @@ def test_vmap_is_a_loop(structure, mapped, backend):
     x = torch.randn(3, 2, 35, WIDTH, device=device)
     options = with_grid(mixer, 35)
     if mapped == "inputs":
-        found, expected = torch.func.vmap(partial(mixer, **options))(x), [mixer(y, **options) for y in x]
+        actual, expected = torch.func.vmap(partial(mixer, **options))(x), [mixer(y, **options) for y in x]
     else:
         masks = [padding_mask("left", 2, 35) if mapped == "padding" else pair_mask(2, 35) for _ in range(3)]
         masks = torch.stack(masks).to(device)
         run = partial(mixer, x[0], **options)
-        found = torch.func.vmap(lambda mask: run(attention_mask=mask))(masks)
+        actual = torch.func.vmap(lambda mask: run(attention_mask=mask))(masks)
         expected = [run(attention_mask=mask) for mask in masks]
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
 @structures(TYPICAL)
@@ -990,10 +990,10 @@ def test_vmap_of_gradients_gives_those_of_each_row(structure, backend):
     def loss(parameters, row):
         return torch.func.functional_call(mixer, parameters, row.unsqueeze(0), options).square().sum()
 
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    actual = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     for i, row in enumerate(x):
         expected = torch.autograd.grad(loss(parameters, row), list(parameters.values()), materialize_grads=True)
-        torch.testing.assert_close([found[name][i] for name in parameters], list(expected), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close([actual[name][i] for name in parameters], list(expected), rtol=1e-4, atol=1e-4)
 
 
 @structures(["full", "full causal", "local", "local causal"])
@@ -1070,8 +1070,8 @@ def test_float64_stays_float64_under_autocast(structure, options, backend):
     for dtype in HALF:
         for with_gradients in (False, True):
             with torch.set_grad_enabled(with_gradients), torch.autocast(backend.device, dtype):
-                found = mixer(x, **with_grid(mixer, 33))
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+                actual = mixer(x, **with_grid(mixer, 33))
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @structures(TYPICAL)
@@ -1116,7 +1116,7 @@ def test_a_selection_in_training_is_w_times_a_sample_of_the_gumbel_softmax(struc
     torch.manual_seed(3)
     torch.testing.assert_close(mixer.kernel_bias(), w * sample)
     x, noise = torch.randn(2, 35, WIDTH, device=backend.device), torch.get_rng_state()
-    found = mixer_results(mixer, x)
+    actual = mixer_results(mixer, x)
     torch.set_rng_state(noise)
     reference = copy.deepcopy(mixer).cpu()
     reference.mixing_implementation = "reference"
@@ -1124,7 +1124,7 @@ def test_a_selection_in_training_is_w_times_a_sample_of_the_gumbel_softmax(struc
     largest = max(y.abs().max().item() for y in expected.values())
     assert expected["gradient of kernel"].ne(0).any()
     for name, y in expected.items():
-        assert_within(found[name], y.double(), tolerance(x.dtype, 35 * 2 * WIDTH) * largest, name)
+        assert_within(actual[name], y.double(), tolerance(x.dtype, 35 * 2 * WIDTH) * largest, name)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -1277,10 +1277,10 @@ def test_a_document_does_not_reach_another(structure, size, backend_or_reference
     with torch.no_grad():
         expected = mixer(x, visibility=documents)
         x[0, 19] = size  # in the third document, which has the positions 18 .. 22 of the row
-        found = mixer(x, visibility=documents)
+        actual = mixer(x, visibility=documents)
     for places in (slice(0, 18), slice(23, 65)):
-        at_most(found[0, places], expected[0, places])
-    at_most(found[1], expected[1])
+        at_most(actual[0, places], expected[0, places])
+    at_most(actual[1], expected[1])
 
 
 @structures(TYPICAL_SEQUENCES)
@@ -1289,8 +1289,8 @@ def test_documents_of_a_traced_program_are_those_of_an_eager_one(structure, back
     mixer, device = build(structure, backend), backend.device
     x, documents = torch.randn(3, 2, 65, WIDTH, device=device), Visibility.of(None, packed_positions() == 0)
     documents = to_device(documents, device)
-    found = torch.func.vmap(lambda y: mixer(y, visibility=documents))(x)
-    torch.testing.assert_close(found, torch.stack([mixer(y, visibility=documents) for y in x]), rtol=1e-4, atol=1e-5)
+    actual = torch.func.vmap(lambda y: mixer(y, visibility=documents))(x)
+    torch.testing.assert_close(actual, torch.stack([mixer(y, visibility=documents) for y in x]), rtol=1e-4, atol=1e-5)
 
 
 @structures(TYPICAL)

@@ -123,9 +123,9 @@ def test_an_interrupt_ends_the_measuring_process_without_a_traceback_of_its_own(
 def test_calls_take_turns_after_two_to_warm_up_or_one_that_takes_long(seconds, expected, spend):
     order, durations = [], {"a": 0.002, "b": seconds}
     calls = {name: lambda name=name: (order.append(name), spend(durations[name])) for name in "ab"}
-    found = seconds_in_turns(calls, 3)
+    actual = seconds_in_turns(calls, 3)
     assert order == expected
-    assert found == {name: pytest.approx([durations[name]] * 3) for name in "ab"}
+    assert actual == {name: pytest.approx([durations[name]] * 3) for name in "ab"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -19,9 +19,9 @@ def seen(mask=None, batch_size=2, length=8, **packing):
 def test_positions_that_start_again_at_0_and_cumulative_lengths_are_documents():
     for dtype in (torch.int32, torch.int64):
         boundaries = torch.tensor([0, 3, 4, 8, 16], dtype=dtype)
-        for found in (seen(position_ids=POSITIONS.to(dtype)), seen(cu_seq_lens_q=boundaries)):
-            assert found.first.tolist() == FIRST and found.position.equal(POSITIONS)
-            assert found.is_packed and found.longest == 8
+        for actual in (seen(position_ids=POSITIONS.to(dtype)), seen(cu_seq_lens_q=boundaries)):
+            assert actual.first.tolist() == FIRST and actual.position.equal(POSITIONS)
+            assert actual.is_packed and actual.longest == 8
     shared = seen(position_ids=POSITIONS[:1], batch_size=3)
     assert shared.first.tolist() == FIRST[:1] * 3 and shared.longest == 4
 
@@ -33,9 +33,9 @@ def test_rows_that_hide_nothing_have_no_visibility():
 
 
 def test_padding_has_no_position_and_sees_nothing():
-    found = seen(torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 1, 1]]), length=5)
-    assert found.first.tolist() == [[5, 5, 2, 2, 5], [0] * 5] and found.longest == 5
-    assert found.position[0, 2:4].tolist() == [0, 1] and not found.is_packed
+    actual = seen(torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 1, 1]]), length=5)
+    assert actual.first.tolist() == [[5, 5, 2, 2, 5], [0] * 5] and actual.longest == 5
+    assert actual.position[0, 2:4].tolist() == [0, 1] and not actual.is_packed
     packed = seen(torch.tensor([[0, 1, 1, 1, 0]]), 1, 5, position_ids=torch.tensor([[0, 0, 1, 0, 7]]))
     assert packed.first.tolist() == [[5, 1, 1, 3, 5]]
 
@@ -43,25 +43,25 @@ def test_padding_has_no_position_and_sees_nothing():
 def test_position_ids_of_padded_rows_as_gpt_2_takes_them_are_one_document():
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     for position_ids in (mask.cumsum(1) - 1).clamp_min(0), (mask.cumsum(1) - 1).masked_fill(mask == 0, 1):
-        found, expected = seen(mask, length=5, position_ids=position_ids), seen(mask, length=5)
-        assert not found.is_packed and found.first.equal(expected.first)
-        assert all(map(torch.equal, found.order, expected.order))
+        actual, expected = seen(mask, length=5, position_ids=position_ids), seen(mask, length=5)
+        assert not actual.is_packed and actual.first.equal(expected.first)
+        assert all(map(torch.equal, actual.order, expected.order))
     holes = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 1, 0]])
     for elsewhere in (0, 1, 7):
         position_ids = (holes.cumsum(1) - 1).masked_fill(holes == 0, elsewhere)
-        found, expected = seen(holes, length=6, position_ids=position_ids), seen(holes, length=6)
-        assert not found.is_packed and found.position[holes == 1].equal(expected.position[holes == 1])
+        actual, expected = seen(holes, length=6, position_ids=position_ids), seen(holes, length=6)
+        assert not actual.is_packed and actual.position[holes == 1].equal(expected.position[holes == 1])
     # Padding that starts a document, as in packed rows
     documents = seen(torch.tensor([[1, 1, 0, 0, 1, 1]]), 1, 6, position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]))
     assert documents.is_packed and documents.first.tolist() == [[0, 0, 6, 6, 4, 4]]
 
 
 def test_padding_between_tokens_of_a_document_moves_behind_them():
-    found = seen(torch.tensor([[0, 1, 0, 1, 1]]), 1, 5)
-    order, back = found.order
-    assert found.first is None and order[0, :3].tolist() == [1, 3, 4]
+    actual = seen(torch.tensor([[0, 1, 0, 1, 1]]), 1, 5)
+    order, back = actual.order
+    assert actual.first is None and order[0, :3].tolist() == [1, 3, 4]
     assert order.gather(1, back).tolist() == [[0, 1, 2, 3, 4]]
-    assert found.position[0, [1, 3, 4]].tolist() == [0, 1, 2]
+    assert actual.position[0, [1, 3, 4]].tolist() == [0, 1, 2]
 
 
 def test_position_ids_that_do_not_count_the_real_tokens_are_refused():
@@ -74,8 +74,8 @@ def test_position_ids_that_do_not_count_the_real_tokens_are_refused():
 def test_position_ids_of_documents_may_count_their_padding_or_not():
     mask = torch.tensor([[0, 0, 0, 1, 0, 0, 1]])
     for position_ids in ([[0, 0, 0, 1, 2, 3, 0]], [[0, 0, 0, 0, 1, 1, 0]], [[1, 1, 0, 1, 9, 9, 0]]):
-        found = seen(mask, 1, 7, position_ids=torch.tensor(position_ids))
-        assert found.position[0, [3, 6]].tolist() == [0, 0]
+        actual = seen(mask, 1, 7, position_ids=torch.tensor(position_ids))
+        assert actual.position[0, [3, 6]].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("hidden", (-torch.inf, -1e4, 0.5, -10000, 2))

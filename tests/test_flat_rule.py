@@ -62,7 +62,7 @@ def room_of(module):
 def imported_modules(path, modules):
     """Return the modules of the package that a file imports, also in functions and for types only."""
     place = path.relative_to(PACKAGE).parent.parts
-    found = set()
+    actual = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             start = [*place[: len(place) + 1 - node.level], *filter(None, [node.module])]
@@ -74,8 +74,8 @@ def imported_modules(path, modules):
             continue
         for alias in node.names:
             whole = ".".join([*start, alias.name])
-            found.add(whole if whole in modules else ".".join(start))
-    return found
+            actual.add(whole if whole in modules else ".".join(start))
+    return actual
 
 
 def test_no_import_leads_to_a_room_of_the_same_or_a_higher_floor_and_no_files_import_each_other_in_a_circle():

@@ -299,9 +299,9 @@ def test_the_entropy_is_that_of_the_layers_that_are_there():
     layers = model.aft.layers
     for chosen, expected in (([0, 2], [0, 2]), ([1, 2], [2]), ([1], [])):
         model.aft.layers = torch.nn.ModuleList([layers[i] for i in chosen])
-        found = model(ids).position_bias_entropy
+        actual = model(ids).position_bias_entropy
         entropies = [layers[i].mixer.position_bias_entropy() for i in expected]
-        assert found is None if not entropies else found.item() == pytest.approx(sum(entropies).item())
+        assert actual is None if not entropies else actual.item() == pytest.approx(sum(entropies).item())
     model.aft.layers = layers
     layers[0].mixer = torch.compile(layers[0].mixer, backend="eager")  # a wrapper that forwards attributes
     assert model.aft.position_bias_entropy().item() == pytest.approx(
@@ -498,8 +498,8 @@ def test_position_ids_beside_a_cache_that_has_tokens_are_those_of_the_cache():
     expected = model(ids).logits[:, -1:]
     cache = model(ids[:, :-1]).cache
     position_ids = torch.full((len(ids), 1), ids.shape[1] - 1)
-    found = model(ids[:, -1:], cache=cache, position_ids=position_ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    actual = model(ids[:, -1:], cache=cache, position_ids=position_ids).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache_of_packed_documents_is_refused():
@@ -533,9 +533,9 @@ def test_the_old_name_of_the_cache_works_with_the_warning_of_the_library():
         for one in (model, model.aft):
             cache = one(tokens[:, :4], use_cache=True).cache
             with pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
-                found = one(tokens[:, 4:], past_key_values=cache)
-            assert found.past_key_values is found.cache is cache and cache.get_seq_length() == 6
-            logits = found.logits if one is model else model.lm_head(found.last_hidden_state)
+                actual = one(tokens[:, 4:], past_key_values=cache)
+            assert actual.past_key_values is actual.cache is cache and cache.get_seq_length() == 6
+            logits = actual.logits if one is model else model.lm_head(actual.last_hidden_state)
             torch.testing.assert_close(logits, expected)
 
 

@@ -32,8 +32,8 @@ def assert_equal_to_the_reference(mixer, x, largest_bias=1.0, **options):
     exact = results(reference, x.double(), **options)
     largest = max(y.abs().max().item() for y in exact)
     allowed = 8 * (x.numel() ** 0.5 + largest_bias) * torch.finfo(x.dtype).eps * largest
-    for found, expected in zip(results(mixer, x, **options), exact):
-        torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
+    for actual, expected in zip(results(mixer, x, **options), exact):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=allowed)
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def test_two_documents_of_one_token_do_not_see_each_other(biases):
     value, starts = torch.tensor([[[5.0], [7.0]]]), torch.tensor([[True, True]])
     for hostile in (1e4, math.nan):
         key = torch.tensor([[[hostile], [0.0]]])
-        found = mix(Mixing(key, value, 1, biases, True, visibility=Visibility.of(None, starts)), "portable")
-        assert found[0, 1] == 7.0
+        actual = mix(Mixing(key, value, 1, biases, True, visibility=Visibility.of(None, starts)), "portable")
+        assert actual[0, 1] == 7.0
     key = torch.tensor([[[-math.inf], [-math.inf]]])
     seen = Visibility.of(None, starts)
     assert mix(Mixing(key, value, 1, biases, True, visibility=seen), "portable").eq(0).all()
@@ -139,8 +139,8 @@ def test_the_first_token_is_nan_if_its_key_is_nan_and_0_if_it_is_hidden(biases, 
     for special, expected in ((math.nan, math.nan), (-math.inf, 0.0 if causal or length == 1 else 3.0)):
         key = torch.zeros(1, length, 1)
         key[:, 0] = special
-        found = mix(Mixing(key, value, 1, biases, causal), "portable")[0, 0, 0]
-        torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
+        actual = mix(Mixing(key, value, 1, biases, causal), "portable")[0, 0, 0]
+        torch.testing.assert_close(actual, torch.tensor(expected), equal_nan=True)
 
 
 def test_gradients_are_finite_where_a_query_sees_only_what_is_almost_lost():

@@ -72,12 +72,12 @@ def test_w_between_positions_is_an_entry_of_the_dense_table(name):
 def test_w_by_lag_is_that_of_the_window_of_each_token(name, length, start):
     biases = BIASES[name]()
     dense, reach = biases.dense(POSITIONS), biases.reach
-    found = biases.by_lag(length, start if isinstance(start, int) else torch.tensor(start))
+    actual = biases.by_lag(length, start if isinstance(start, int) else torch.tensor(start))
     rows = (start,) if isinstance(start, int) else start
     for i, t in product(range(len(rows)), range(length)):
         position = rows[i] + t
         known = min(position, reach) + 1  # w is undefined for positions before the start
-        of_token = found[min(i, len(found) - 1), min(t, found.shape[1] - 1)]  # (h, reach + 1)
+        of_token = actual[min(i, len(actual) - 1), min(t, actual.shape[1] - 1)]  # (h, reach + 1)
         torch.testing.assert_close(of_token[:, -known:], dense[:, position, position + 1 - known : position + 1])
 
 

@@ -56,9 +56,9 @@ def generate(model, prompts, tokens=12, **options):
     )
 
 
-def assert_same(found, expected):
-    assert torch.equal(found.sequences, expected.sequences)
-    for mine, theirs in zip(found.logits, expected.logits):
+def assert_same(actual, expected):
+    assert torch.equal(actual.sequences, expected.sequences)
+    for mine, theirs in zip(actual.logits, expected.logits):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -69,10 +69,10 @@ def test_a_static_cache_gives_the_tokens_of_no_cache_and_the_attentions_of_a_dyn
         prompts["attention_mask"].fill_(1)
     expected = generate(model, prompts, use_cache=False)
     dynamic = generate(model, prompts, output_attentions=True)
-    found = generate(model, prompts, cache_implementation="static", output_attentions=True)
-    assert_same(found, expected)
-    torch.testing.assert_close(found.attentions, dynamic.attentions, rtol=1e-4, atol=1e-5)
-    cache = found.cache
+    actual = generate(model, prompts, cache_implementation="static", output_attentions=True)
+    assert_same(actual, expected)
+    torch.testing.assert_close(actual.attentions, dynamic.attentions, rtol=1e-4, atol=1e-5)
+    cache = actual.cache
     assert isinstance(cache, AFTCache) and cache.is_compileable and len(cache.layers) == len(model.aft.layers)
     assert all(isinstance(layer, AFTLayerState) and layer.is_compileable for layer in cache.layers)
     assert int(cache.get_seq_length()) == 9 + 12 - 1
@@ -98,10 +98,10 @@ def test_the_tensors_of_a_static_cache_stay_in_place_and_begin_anew_after_a_rese
         cache.reorder_cache(torch.tensor([1, 0]))
         cache.reset()
         assert places() == before and int(cache.get_seq_length()) == 0
-        found = model(**prompts, cache=cache, output_attentions=True)
+        actual = model(**prompts, cache=cache, output_attentions=True)
     real = prompts["attention_mask"].bool()
-    torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.attentions, expected.attentions, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.logits[real], expected.logits[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.attentions, expected.attentions, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_generate_compiles_the_forward_of_a_static_cache_as_one_graph_and_once(m
     options = {"cache_implementation": "static", "compile_config": config}
     first, second = padded_prompts(), padded_prompts()
     plain = copy.deepcopy(model)
-    found = generate(model, first, **options)
+    actual = generate(model, first, **options)
     assert hasattr(model, "_compiled_call")
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     again = generate(model, second, **options)
     longer = generate(model, padded_prompts(7), 15, **options)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert_same(found, generate(plain, first))
+    assert_same(actual, generate(plain, first))
     assert_same(again, generate(plain, second))
     assert longer.sequences.shape[1] == 7 + 15
 
@@ -188,6 +188,6 @@ def test_a_cache_that_is_filled_in_inference_mode_is_continued_without_it(model,
     with torch.inference_mode():
         model(**prompts, cache=cache)
     with torch.no_grad():
-        found = model(prompts["input_ids"][:, :1], cache=cache).logits
+        actual = model(prompts["input_ids"][:, :1], cache=cache).logits
     prompts = {name: torch.cat([x, x[:, -1:] if "mask" in name else x[:, :1]], 1) for name, x in prompts.items()}
-    torch.testing.assert_close(found, model(**prompts).logits[:, -1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, model(**prompts).logits[:, -1:], rtol=1e-4, atol=1e-4)

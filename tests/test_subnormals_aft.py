@@ -39,9 +39,9 @@ def test_large_keys_lead_to_hardly_any_subnormal_numbers(mixer, size):
     x = torch.randn(4, 324, WIDTH)
     with torch.no_grad():
         module.k_proj.weight.mul_(size / module.k_proj(x).std())
-    with Subnormals() as found, torch.no_grad():
+    with Subnormals() as actual, torch.no_grad():
         module(x)
-    assert found.subnormal / found.factors < 2e-3
+    assert actual.subnormal / actual.factors < 2e-3
 
 
 def test_gradients_in_float16_keep_their_subnormal_numbers():

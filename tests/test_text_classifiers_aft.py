@@ -57,11 +57,11 @@ EXACT = {"atol": 1e-11, "rtol": 1e-11}
 def test_a_padded_text_and_its_tokens_get_the_classes_that_they_get_alone(aft_type, side):
     for head in HEADS:
         model, batch = build(head, aft_type=aft_type), padded(ROWS, side)
-        found, expected = model(**batch).logits, [model(row[None]).logits[0] for row in ROWS]
+        actual, expected = model(**batch).logits, [model(row[None]).logits[0] for row in ROWS]
         if head is AFTForTokenClassification:
-            torch.testing.assert_close(found[batch["attention_mask"].bool()], torch.cat(expected), **EXACT)
+            torch.testing.assert_close(actual[batch["attention_mask"].bool()], torch.cat(expected), **EXACT)
         else:
-            torch.testing.assert_close(found, torch.stack(expected), **EXACT)
+            torch.testing.assert_close(actual, torch.stack(expected), **EXACT)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -47,17 +47,17 @@ def write_page(page: Path, records: list[dict[str, Any]]) -> None:
 
 def table(records: list[dict[str, Any]]) -> str:
     """The table in Markdown: times the speed of the peer and, in parentheses, the share of the limit; memory."""
-    found = {record["case"]: record for record in records}
+    by_case = {record["case"]: record for record in records}
     lines = [
         "| model | peer | x speed: inference fp32 | bf16 | training fp32 | bf16 | x memory: inference | training |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for model, _ in TABLE:
-        of = {(task, bf16): found.get(Case("table", model, task, bf16, 1).name) for task, bf16 in COLUMNS}
+        of = {(task, bf16): by_case.get(Case("table", model, task, bf16, 1).name) for task, bf16 in COLUMNS}
         memory = [_memory(of[task, False]) for task in ("inference", "training")]
         if any(of.values()):
             lines.append(_line(model.name, model.peer_name, *(_speed(of[each]) for each in COLUMNS), *memory))
-    of_decoding = [found.get(Case("table", DECODING, "decoding", bf16, 1).name) for bf16 in (False, True)]
+    of_decoding = [by_case.get(Case("table", DECODING, "decoding", bf16, 1).name) for bf16 in (False, True)]
     name = f"{DECODING.name.partition(',')[0]}, {DECODED} tokens after {DECODING.length:,}"
     if any(of_decoding):
         lines.append(_line(name, DECODING.peer_name, *map(_speed, of_decoding), *["-"] * 4))
@@ -100,11 +100,11 @@ def _bytes(record: Record, name: str) -> int:
 @styled()
 def draw_growth(records: list[dict[str, Any]], kind: type[Images] | type[Text]) -> "Figure":
     """Time and memory against the length of texts (a training step) or the size of images (inference)."""
-    found = {record["case"]: record for record in records}
+    by_case = {record["case"]: record for record in records}
     lines: dict[str, list[tuple[int, float, float]]] = {}
     for model in (model for model in GROWTH if isinstance(model, kind)):
         task, size = ("training", model.length) if isinstance(model, Text) else ("inference", model.pixels)
-        if record := found.get(Case("growth", model, task, False, 1).name):
+        if record := by_case.get(Case("growth", model, task, False, 1).name):
             for name, candidate in ((model.name.partition(",")[0], "ours"), (model.peer_name, "peer")):
                 point = size, record["seconds"][candidate], _bytes(record, candidate) / 2**20
                 if all(size != other[0] for other in lines.setdefault(name, [])):

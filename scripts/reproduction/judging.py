@@ -82,14 +82,14 @@ class Records:
         """Judge the comparisons of a claim by confirmed runs. Those of the paper are adjusted together, and controls
         together. A comparison that is not run counts in the number of comparisons.
         """
-        found = {each: self.effect(each) for each in claim.comparisons}
+        effects = {each: self.effect(each) for each in claim.comparisons}
         for control in (False, True):
-            family = [each for each in found if each.control == control and each.metric not in EXACT]
+            family = [each for each in effects if each.control == control and each.metric not in EXACT]
             smallest = 0.0
-            for rank, each in enumerate(sorted(family, key=lambda each: found[each].p)):
-                smallest = max(smallest, min(1.0, found[each].p * (len(family) - rank)))
-                found[each] = replace(found[each], p=smallest)
-        return {each: replace(x, verdict=_verdict(each, x)) for each, x in found.items()}
+            for rank, each in enumerate(sorted(family, key=lambda each: effects[each].p)):
+                smallest = max(smallest, min(1.0, effects[each].p * (len(family) - rank)))
+                effects[each] = replace(effects[each], p=smallest)
+        return {each: replace(x, verdict=_verdict(each, x)) for each, x in effects.items()}
 
     def effect(self, comparison: Comparison, *, confirmed: bool = True) -> Judgement:
         """Means, interval and p before the adjustment."""
@@ -100,18 +100,22 @@ class Records:
         if not pairs:
             return Judgement()
         means = [statistics.fmean(values) for values in zip(*pairs)]
-        found = Judgement(*means, seeds=len(pairs))
+        judgement = Judgement(*means, seeds=len(pairs))
         differences = [a - b for a, b in pairs]
         side = comparison.margin * (1 if comparison.higher else -1)
         if comparison.metric in EXACT:
-            return replace(found, low=found.difference, high=found.difference, p=0.0)
+            return replace(judgement, low=judgement.difference, high=judgement.difference, p=0.0)
         if comparison.metric == TIMED:
             turns = self.of(comparison.ours[0], confirmed=confirmed)[0]["metrics"].get("speed_turns")
-            return found if turns is None else _with(found, quantile_test([ratio - means[1] for ratio in turns]))
+            return (
+                judgement if turns is None else _with(judgement, quantile_test([ratio - means[1] for ratio in turns]))
+            )
         if len(pairs) < LEAST_SEEDS:
-            return found
+            return judgement
         p = float(ttest_1samp([each + side for each in differences], 0).pvalue)
-        return replace(_with(found, ttest_1samp(differences, 0)), p=1.0 if math.isnan(p) else p)  # all of them are 0
+        return replace(
+            _with(judgement, ttest_1samp(differences, 0)), p=1.0 if math.isnan(p) else p
+        )  # all of them are 0
 
     def _values(self, side: tuple[str, str], confirmed: bool) -> dict[int, float]:
         arm, metric = side
@@ -120,18 +124,18 @@ class Records:
 
     def verdict(self, claim: Claim) -> str:
         """A claim holds if all comparisons of the paper do, and does not hold if one of them does not."""
-        verdicts = [found.verdict for each, found in self.judge(claim).items() if not each.control]
+        verdicts = [judgement.verdict for each, judgement in self.judge(claim).items() if not each.control]
         return next((x for x in (FAILS, NOT_RUN, UNDECIDED) if x in verdicts), HOLDS)
 
 
-def _with(found: Judgement, test: Any) -> Judgement:
+def _with(judgement: Judgement, test: Any) -> Judgement:
     """Add the interval and p of a test of scipy. Fewer than six turns have no interval of 95 %."""
     low, high = map(float, test.confidence_interval(1 - LEVEL))
-    return replace(found, low=low, high=high, p=float(test.pvalue))
+    return replace(judgement, low=low, high=high, p=float(test.pvalue))
 
 
-def _verdict(comparison: Comparison, found: Judgement) -> str:
-    if math.isnan(found.low):
+def _verdict(comparison: Comparison, judgement: Judgement) -> str:
+    if math.isnan(judgement.low):
         return NOT_RUN
-    good = (found.difference if comparison.higher else -found.difference) + comparison.margin
-    return UNDECIDED if found.p > LEVEL or good == 0 else HOLDS if good > 0 else FAILS
+    good = (judgement.difference if comparison.higher else -judgement.difference) + comparison.margin
+    return UNDECIDED if judgement.p > LEVEL or good == 0 else HOLDS if good > 0 else FAILS

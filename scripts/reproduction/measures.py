@@ -24,7 +24,7 @@ LARGER = (1.25, 1.5, 1.75)  # multiples of the image size in training
 def lengths(recipe: Recipe) -> dict[str, float]:
     """Bits per character of the test text at multiples of the sequence length in training, as "test_at_4x"."""
     model = _trained(AutoModelForCausalLM, recipe)
-    found = {}
+    bits = {}
     for factor in LONGER:
         values = recipe.model_dump()
         values["data"]["seq_len"] *= factor
@@ -36,8 +36,8 @@ def lengths(recipe: Recipe) -> dict[str, float]:
             batch = {name: x.to(model.device) for name, x in batch.items()}
             scores.append([x.cpu() for x in task.scores(model, batch)])
         metrics = task.metrics("test", *map(torch.cat, zip(*scores)))
-        found[f"test_at_{factor}x"] = metrics["bits_per_character"]
-    return found
+        bits[f"test_at_{factor}x"] = metrics["bits_per_character"]
+    return bits
 
 
 def image_sizes(recipe: Recipe) -> dict[str, float]:
@@ -49,12 +49,12 @@ def image_sizes(recipe: Recipe) -> dict[str, float]:
     rows = some_rows(read_rows(recipe), data, shuffled=True)["validation"]
     options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
     options["enlarge_patches"] = False  # as in the paper
-    found = {}
+    scores = {}
     for factor in LARGER:
         side = round(data.image_size * factor)
         metrics = evaluate_classifier(model, processor, rows, image_size=(side, side), **options)
-        found[f"test_at_{side}_px"] = metrics["accuracy"]
-    return found
+        scores[f"test_at_{side}_px"] = metrics["accuracy"]
+    return scores
 
 
 @torch.no_grad()
@@ -123,10 +123,10 @@ def test_error(recipe: Recipe) -> float:
     task = TASKS[recipe.task](recipe)
     model = _trained(task.auto_model, recipe).eval()
     rows = task.evaluated.get("test") or task.evaluated["validation"]
-    found = []
+    parts = []
     for batch in DataLoader(rows, recipe.global_batch_size):
-        found.append([x.cpu().double() for x in task.scores(model, {k: x.to(model.device) for k, x in batch.items()})])
-    predictions, references = (torch.cat(each) for each in zip(*found))
+        parts.append([x.cpu().double() for x in task.scores(model, {k: x.to(model.device) for k, x in batch.items()})])
+    predictions, references = (torch.cat(each) for each in zip(*parts))
     if recipe.task == "images":
         right = (predictions.argmax(-1) == references).double()
         return float(right.std() / math.sqrt(len(right)))

@@ -145,10 +145,10 @@ def _runs(records: Records) -> str:
 
 def _made_by(records: Records) -> str:
     """The machines of the confirmed runs, and their versions."""
-    found = _confirmed(records)
-    versions = {" ".join(pair) for record in found for pair in record["versions"].items() if "aft" not in pair[0]}
-    machines = sorted({record["device"].replace(", 1 threads", ", 1 thread") for record in found})
-    return f" Machines: {'; '.join(machines)}; {', '.join(sorted(versions))}." if found else ""
+    confirmed = _confirmed(records)
+    versions = {" ".join(pair) for record in confirmed for pair in record["versions"].items() if "aft" not in pair[0]}
+    machines = sorted({record["device"].replace(", 1 threads", ", 1 thread") for record in confirmed})
+    return f" Machines: {'; '.join(machines)}; {', '.join(sorted(versions))}." if confirmed else ""
 
 
 def _edges(records: Records) -> str:
@@ -157,39 +157,41 @@ def _edges(records: Records) -> str:
 
 
 def _row(claim: Claim, records: Records) -> str:
-    found = [judgement.verdict for each, judgement in records.judge(claim).items() if each.control]
-    controls = ", ".join(f"{count} {verdict}" if count > 1 else verdict for verdict, count in Counter(found).items())
+    verdicts = [judgement.verdict for each, judgement in records.judge(claim).items() if each.control]
+    controls = ", ".join(
+        f"{count} {verdict}" if count > 1 else verdict for verdict, count in Counter(verdicts).items()
+    )
     return f"| {claim.name}. {claim.says} ({claim.where}) | **{records.verdict(claim)}** | {controls or '-'} |\n"
 
 
 def _comparisons(claim: Claim, records: Records) -> str:
     """A row for each comparison with confirmed runs."""
     rows = []
-    for each, found in records.judge(claim).items():
-        if found.seeds:
+    for each, judgement in records.judge(claim).items():
+        if judgement.seeds:
             sides = [side[0] for side in (each.ours, each.other) if isinstance(side, tuple)]
             exact = each.metric in EXACT
-            paper, ours = _pairs(each, found)
+            paper, ours = _pairs(each, judgement)
             if not exact:
                 numbers = zip(ours.split("/"), sides, strict=True)
                 ours = "/".join(x if records.rate_is_inside(arm) else f"{x}‡" for x, arm in numbers)
             name = f"control: {each.says}" if each.control else each.says
             cells = [claim.name if claim.where else "", name, paper, ours, _parameters(sides, records)]
-            cells += ["-" if exact else str(found.seeds), _effect(each, found)]
-            cells += ["-" if exact or math.isnan(found.low) else f"{found.p:.2g}", found.verdict]
+            cells += ["-" if exact else str(judgement.seeds), _effect(each, judgement)]
+            cells += ["-" if exact or math.isnan(judgement.low) else f"{judgement.p:.2g}", judgement.verdict]
             rows.append(f"| {' | '.join(cells)} |\n")
     return "".join(rows)
 
 
 def _earlier(claim: Claim, records: Records) -> str:
     """A row for each comparison that has earlier runs only."""
-    found = {each: records.effect(each, confirmed=False) for each in claim.comparisons}
+    effects = {each: records.effect(each, confirmed=False) for each in claim.comparisons}
     left = [each for each, confirmed in records.judge(claim).items() if confirmed.verdict == NOT_RUN]
     rows = [
-        [claim.name, f"control: {each.says}" if each.control else each.says, *_pairs(each, found[each])]
-        + [_effect(each, found[each])]
+        [claim.name, f"control: {each.says}" if each.control else each.says, *_pairs(each, effects[each])]
+        + [_effect(each, effects[each])]
         for each in left
-        if found[each].seeds
+        if effects[each].seeds
     ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
@@ -199,9 +201,9 @@ def _parameters(arms: list[str], records: Records) -> str:
     return "/".join(f"{count / 1e6:.2f}" for count in dict.fromkeys(counts) if count) or "-"
 
 
-def _pairs(comparison: Comparison, found: Judgement) -> list[str]:
+def _pairs(comparison: Comparison, judgement: Judgement) -> list[str]:
     paper = comparison.paper or (math.nan, math.nan)
-    return [_pair(comparison, *paper), _pair(comparison, found.ours, found.other)]
+    return [_pair(comparison, *paper), _pair(comparison, judgement.ours, judgement.other)]
 
 
 def _pair(comparison: Comparison, ours: float, other: float) -> str:
@@ -210,9 +212,13 @@ def _pair(comparison: Comparison, ours: float, other: float) -> str:
     return "-" if math.isnan(ours) else "/".join(both)
 
 
-def _effect(comparison: Comparison, found: Judgement) -> str:
-    effect = number(found.difference, "+")
-    spread = "" if math.isnan(found.low) or found.low == found.high else f"<br>[{found.low:+.3f}, {found.high:+.3f}]"
+def _effect(comparison: Comparison, judgement: Judgement) -> str:
+    effect = number(judgement.difference, "+")
+    spread = (
+        ""
+        if math.isnan(judgement.low) or judgement.low == judgement.high
+        else f"<br>[{judgement.low:+.3f}, {judgement.high:+.3f}]"
+    )
     margin = f"<br>margin {comparison.margin:g}" if comparison.margin else ""
     return effect + spread + margin
 
@@ -254,11 +260,11 @@ def _spread(values) -> str:
 
 def _recalled(records: Records) -> dict[tuple[str, int], list[float]]:
     """The scores of the seeds on associative recall, by model and pairs."""
-    found = {
+    scores_of = {
         (model, pairs): [x["metrics"]["test"] for x in records.of(recall_arm(model, pairs)).values()]
         for pairs, model in itertools.product(PAIRS, RECALL_MODELS)
     }
-    return {key: scores for key, scores in found.items() if scores}
+    return {key: scores for key, scores in scores_of.items() if scores}
 
 
 def _recall(records: Records) -> str:

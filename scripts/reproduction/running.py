@@ -90,10 +90,10 @@ class Runner:
 
         The grid is extended, by factors of two, until the best rate is not at its edge.
         """
-        found = ARMS[arm]
-        if isinstance(found, Recall) and found.rate_of != arm:
-            return self.search(found.rate_of)
-        rates = list(RATES[found.data])
+        known = ARMS[arm]
+        if isinstance(known, Recall) and known.rate_of != arm:
+            return self.search(known.rate_of)
+        rates = list(RATES[known.data])
         while True:
             records = {rate: self.find(Run(arm, SEARCH_SEED, rate)) for rate in rates}
             if left := [Run(arm, SEARCH_SEED, rate) for rate in rates if not records[rate]]:
@@ -133,15 +133,15 @@ class Runner:
         """
         arm = ARMS[run.arm]
         if isinstance(arm, Training):
-            found = self._train(run, arm)
+            results = self._train(run, arm)
         elif isinstance(arm, Recall):
-            found = _train_recall(run, arm, self.smoke)
+            results = _train_recall(run, arm, self.smoke)
         elif isinstance(arm, Widths):
-            found = _measure_widths(arm, self.smoke)
+            results = _measure_widths(arm, self.smoke)
         else:
-            found = _measure_speed(run.arm, self.smoke)
+            results = _measure_speed(run.arm, self.smoke)
         record = {"arm": run.name, "seed": run.seed, "rate": run.rate, "identity": self.digest(run)}
-        return record | {"device": machine(), "versions": {name: version(name) for name in VERSIONS}} | found
+        return record | {"device": machine(), "versions": {name: version(name) for name in VERSIONS}} | results
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a record to records.json."""

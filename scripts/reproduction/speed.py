@@ -36,11 +36,11 @@ def measure_speed(name: str, smoke: bool) -> dict[str, Any]:
     """
     seconds = in_new_process(_seconds, name, smoke)
     turns = [peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"])]
-    found: dict[str, Any] = {"speed_ratio": statistics.median(turns), "speed_turns": [round(x, 4) for x in turns]}
+    record: dict[str, Any] = {"speed_ratio": statistics.median(turns), "speed_turns": [round(x, 4) for x in turns]}
     for candidate in ("ours", "peer"):
-        found[f"seconds_{candidate}"] = statistics.median(seconds[candidate])
-        found[f"bytes_{candidate}"] = in_new_process(_peak, name, candidate, smoke)
-    return found | {"memory_ratio": found["bytes_ours"] / found["bytes_peer"]}
+        record[f"seconds_{candidate}"] = statistics.median(seconds[candidate])
+        record[f"bytes_{candidate}"] = in_new_process(_peak, name, candidate, smoke)
+    return record | {"memory_ratio": record["bytes_ours"] / record["bytes_peer"]}
 
 
 def _seconds(name: str, smoke: bool) -> dict[str, list[float]]:
@@ -75,7 +75,7 @@ OPERATIONS = ("AFT-simple", "linear attention, one head", "linear attention, hea
 @torch.inference_mode()
 def measure_widths(arm: Widths, smoke: bool) -> dict[str, Any]:
     """Seconds (of the fastest turn) of each of `OPERATIONS`, by width; the projections are four linear layers."""
-    found: dict[str, Any] = {name: [] for name in OPERATIONS}
+    seconds_of: dict[str, Any] = {name: [] for name in OPERATIONS}
     for width in arm.widths[: 2 if smoke else None]:
         shape = (1, arm.length, width)
         query, key, value = torch.rand(3, *shape, device="cuda" if ON_GPU else "cpu")
@@ -94,5 +94,5 @@ def measure_widths(arm: Widths, smoke: bool) -> dict[str, Any]:
         ]
         taken = seconds_in_turns(dict(zip(OPERATIONS, calls)), 1 if smoke else TURNS)
         for name, seconds in taken.items():
-            found[name].append(float(f"{min(seconds):.4g}"))
-    return found
+            seconds_of[name].append(float(f"{min(seconds):.4g}"))
+    return seconds_of

@@ -96,10 +96,10 @@ def weight_files(source: str, error: type[ValueError] = UnreadableError) -> list
             if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
                 return [path]
             shards = sorted(set(read_json(path, WeightsIndex, error).weight_map.values()))
-            found = {shard: find_file(source, shard, error) for shard in shards}
-            if missing := [shard for shard, path in found.items() if path is None]:
+            paths = {shard: find_file(source, shard, error) for shard in shards}
+            if missing := [shard for shard, path in paths.items() if path is None]:
                 raise error(f"{source}: {missing[0]} is missing, although the weight index lists it")
-            return [path for path in found.values() if path is not None]
+            return [path for path in paths.values() if path is not None]
     return []
 
 
@@ -137,9 +137,9 @@ def read_config(
         raise error(f"{name}: {NOWHERE}")
     config = read_json(path, ModelConfig, error)
     entries = () if trusted else _entries(config.model_dump(exclude={"auto_map"}))
-    if found := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
+    if places := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
         raise error(
-            f"{path}: {found[0]} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
+            f"{path}: {places[0]} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
             "unquantized model of a class of transformers"
         )
     return config
@@ -307,10 +307,10 @@ def _check_tokenizer_class(files: list[Any]) -> None:
     """Raise a ValueError unless the classes that transformers may take from files with these values are tokenizers."""
     for _, key, value in _entries(files):
         name = TOKENIZER_MAPPING_NAMES.get(str(value)) if key == "model_type" else value
-        found = tokenizer_class_from_name(str(name)) if key in ("tokenizer_class", "model_type") and name else None
+        named = tokenizer_class_from_name(str(name)) if key in ("tokenizer_class", "model_type") and name else None
         # None: transformers takes PreTrainedTokenizerFast; DummyObject: its error names the package that it needs.
-        bases = getattr(found, "__mro__", ())
-        if found and not isinstance(found, DummyObject) and PreTrainedTokenizerBase not in bases:
+        bases = getattr(named, "__mro__", ())
+        if named and not isinstance(named, DummyObject) and PreTrainedTokenizerBase not in bases:
             raise ValueError(f"tokenizer_class={shown(name)}: must be a tokenizer, such as PreTrainedTokenizerFast")
 
 

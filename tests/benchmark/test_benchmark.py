@@ -23,8 +23,8 @@ def quick(monkeypatch):
 
 
 def made_up(case: Case, **values):
-    found = {"seconds": {"ours": 2.0, "peer": 3.0}, "ratio": {"peer": 1.5, "limit": 0.9}, "turns": 3}
-    return case.key() | found | {"bytes": {"ours": 3, "peer": 6}, "weights": {"ours": 3, "peer": 4}} | values
+    actual = {"seconds": {"ours": 2.0, "peer": 3.0}, "ratio": {"peer": 1.5, "limit": 0.9}, "turns": 3}
+    return case.key() | actual | {"bytes": {"ours": 3, "peer": 6}, "weights": {"ours": 3, "peer": 4}} | values
 
 
 def test_every_case_has_a_name_of_its_own_and_the_table_at_most_twelve_rows():

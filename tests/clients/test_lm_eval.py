@@ -49,9 +49,9 @@ def test_bits_per_byte_of_blocks_equal_those_of_our_evaluation(load, tokenizer, 
     options = {"doc_to_text": "{{context}}", "doc_to_target": "{{rest}}", "target_delimiter": ""}
     metrics = [{"metric": "perplexity", "aggregation": "mean", "higher_is_better": True}]  # log-likelihoods
     task = {"output_type": "loglikelihood", "metric_list": metrics, **options}
-    found = evaluate(model, tokenizer, tmp_path, rows, **task)["results"]["local"]["perplexity,none"]
+    actual = evaluate(model, tokenizer, tmp_path, rows, **task)["results"]["local"]["perplexity,none"]
     expected = evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": [text]}), block_size=BLOCK)
-    bits = -found * len(blocks) / (len(text) - 1) / math.log(2)
+    bits = -actual * len(blocks) / (len(text) - 1) / math.log(2)
     assert bits == pytest.approx(expected["bits_per_byte"], rel=1e-5)
 
 
@@ -59,12 +59,12 @@ def test_rolling_bits_per_byte_equal_those_of_windows_after_an_end_of_text_token
     model = load()
     metrics = [{"metric": "bits_per_byte"}]
     task = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-    found = evaluate(model, tokenizer, tmp_path, {"text": [text]}, metric_list=metrics, **task)
+    actual = evaluate(model, tokenizer, tmp_path, {"text": [text]}, metric_list=metrics, **task)
     tokens, nats = torch.tensor([tokenizer.eos_token_id, *text.encode()]), 0.0
     with torch.no_grad():
         for start in range(0, len(text), BLOCK):
             window = tokens[start : start + BLOCK + 1]
             logits = model(window[None, :-1]).logits[0].double()
             nats -= logits.log_softmax(-1).gather(1, window[1:, None]).sum().item()
-    found = found["results"]["local"]["bits_per_byte,none"]
-    assert found == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)
+    actual = actual["results"]["local"]["bits_per_byte,none"]
+    assert actual == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)

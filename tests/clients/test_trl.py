@@ -45,9 +45,9 @@ def test_packed_documents_give_the_same_update_as_padded_ones(form, aft_type, pa
     loss = tune(one, tokenizer, tmp_path, max_length=64)
     assert tune(other, tokenizer, tmp_path, **packed) == pytest.approx(loss, rel=1e-5)
     changed = 0
-    for (name, expected), found in zip(one.named_parameters(), other.parameters()):
+    for (name, expected), actual in zip(one.named_parameters(), other.parameters()):
         # Tolerance for float32 sums of gradients of about 1 over at most 64 tokens, in a different order.
-        torch.testing.assert_close(found - before[name], expected - before[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual - before[name], expected - before[name], rtol=1e-4, atol=1e-5)
         changed += not torch.equal(expected, before[name])
     assert changed == len(before)
 

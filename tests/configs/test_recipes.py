@@ -187,8 +187,8 @@ def value_of(recipe, config, key):
 def test_a_recipe_has_the_hyper_parameters_that_its_row_of_the_paper_says(path, row):
     says = {}
     for words, settings in SAYS.items():
-        if found := re.search(words, f"{path.parent.name} {row}"):
-            says |= {key: int(found.groups()[-1]) if value is NUMBER else value for key, value in settings.items()}
+        if actual := re.search(words, f"{path.parent.name} {row}"):
+            says |= {key: int(actual.groups()[-1]) if value is NUMBER else value for key, value in settings.items()}
     recipe = recipe_at(path)
     config = None if "pretrained" in recipe.model else model_at(path).config
     says = {key: value for key, value in says.items() if config or not key.startswith("config.")}

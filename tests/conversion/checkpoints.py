@@ -191,9 +191,9 @@ def copies(teacher):
 
 def assert_read(path, tensors, **options):
     """Assert that a file is read as these tensors, and return the source."""
-    found, _ = read_weights(path)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    actual, _ = read_weights(path)
+    assert actual.keys() == tensors.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tensors.items())
     return read_source(path, **TIMM, **options)
 
 

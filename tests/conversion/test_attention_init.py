@@ -57,7 +57,7 @@ def test_the_kernel_of_conv_is_the_log_of_attention_over_that_outside(grid, kern
     for q, k in itertools.product(range(grid[0] * grid[1]), repeat=2):
         offset = k // grid[1] - q // grid[1], k % grid[1] - q % grid[1]
         pairs.setdefault(offset, []).append(attention[:, q, k])
-    outside = [each for offset, found in pairs.items() if max(map(abs, offset)) > reach for each in found]
+    outside = [each for offset, actual in pairs.items() if max(map(abs, offset)) > reach for each in actual]
     mean_outside = torch.stack(outside).mean(0)
     expected = torch.zeros(2, kernel_size, kernel_size, dtype=torch.float64)
     for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
@@ -113,10 +113,10 @@ def test_the_keys_of_conv_are_the_scores_of_the_mean_query(deit, pixels, num_hea
     model, _ = convert_deit(deit, images=pixels.split(4), **options)
     for layer, patches, scores in zip(model.aft.layers, *scores_by_hand(deit, pixels)):
         expected = scores @ head_weights(num_heads, HEADS, WIDTH).T
-        found = layer.mixer.k_proj(patches)
+        actual = layer.mixer.k_proj(patches)
         # A score that is the same for all keys does not change the weights of Eq. 2.
         torch.testing.assert_close(
-            found - found.mean(1, keepdim=True), expected - expected.mean(1, keepdim=True), atol=1e-5, rtol=1e-5
+            actual - actual.mean(1, keepdim=True), expected - expected.mean(1, keepdim=True), atol=1e-5, rtol=1e-5
         )
 
 

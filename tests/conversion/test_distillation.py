@@ -63,8 +63,8 @@ def divergence(model, source, images):
     pixels = pixels_of(source, images)
     with torch.no_grad():
         expected = source.to_transformers().float()(pixel_values=pixels).logits.log_softmax(-1)
-        found = model.float()(pixel_values=pixels).logits.log_softmax(-1)
-    return (expected.exp() * (expected - found)).sum(-1).mean().item()
+        actual = model.float()(pixel_values=pixels).logits.log_softmax(-1)
+    return (expected.exp() * (expected - actual)).sum(-1).mean().item()
 
 
 def converted(source, **options):

@@ -42,8 +42,8 @@ def test_a_weight_is_the_mean_over_its_area(ratios):
         row, column = (max(-reach, min(reach, x)) for x in (row, column))
         rows, columns = covered(row, ratios[0]) + 50, covered(column, ratios[1]) + 50
         expected = field[rows][:, columns].mean().log()
-        found = large[row + reach, column + reach]
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=float(field.max()) * 4 / fine)
+        actual = large[row + reach, column + reach]
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=float(field.max()) * 4 / fine)
 
 
 def test_large_biases_do_not_overflow():
@@ -160,8 +160,8 @@ def test_an_enlarged_patch_has_the_embedding_of_the_original(old, new):
     weight = torch.randn(6, 3, *old, generator=generator, dtype=torch.float64)
     patches = torch.randn(9, 3, *old, generator=generator, dtype=torch.float64)
     enlarged = torch.nn.functional.interpolate(patches, new, mode="bilinear", align_corners=False)
-    found = torch.einsum("bcij,dcij->bd", enlarged, resampled(weight, new))
-    torch.testing.assert_close(found, torch.einsum("bcij,dcij->bd", patches, weight), rtol=1e-9, atol=1e-9)
+    actual = torch.einsum("bcij,dcij->bd", enlarged, resampled(weight, new))
+    torch.testing.assert_close(actual, torch.einsum("bcij,dcij->bd", patches, weight), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("size", "patch"), [(40, 5), (48, 6), ((32, 64), (4, 8)), (24, 4), (33 * 4, 17)])

@@ -106,9 +106,9 @@ def test_a_model_in_memory_is_converted_as_its_files_are_and_is_the_one_that_was
     for source in (tmp_path, model.float()):
         torch.manual_seed(0)
         results.append(convert_deit(source, **options))
-    (expected, report), (found, of_model) = results
-    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    assert found.config.to_dict() == expected.config.to_dict()
+    (expected, report), (actual, of_model) = results
+    torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert actual.config.to_dict() == expected.config.to_dict()
     assert len(of_model.with_status("copied")) == len(report.with_status("copied"))
 
 

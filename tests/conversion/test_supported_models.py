@@ -51,9 +51,9 @@ def test_dinov2_and_vit_mae_are_read_as_vits_with_the_same_outputs(tmp_path, bui
     assert source.heads == () and source.image_processor.image_mean == pytest.approx([0.485, 0.456, 0.406])
     with torch.no_grad():
         expected = outputs(model, pixels)
-        found = source.to_transformers()(pixel_values=pixels).last_hidden_state
+        actual = source.to_transformers()(pixel_values=pixels).last_hidden_state
     # Error of 2 layers with sums of up to 96 float32 products; weights of standard deviation 0.5 make states large.
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def test_the_decoder_of_vit_mae_is_left_behind():

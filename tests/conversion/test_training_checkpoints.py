@@ -69,8 +69,8 @@ def test_weights_of_transformers_lose_the_names_of_wrappers_too(tmp_path, prefix
     if shards > 1:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     read_source(tmp_path)
-    found, _ = read_weights(tmp_path)
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], each) for name, each in tensors.items())
+    actual, _ = read_weights(tmp_path)
+    assert actual.keys() == tensors.keys() and all(torch.equal(actual[name], each) for name, each in tensors.items())
 
 
 OTHERS = [

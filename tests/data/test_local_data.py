@@ -62,11 +62,11 @@ def save(path, value=0):
 
 def names(folder):
     """Return the names of the images that all readers find, and check that they agree."""
-    found = list_images(folder)
-    assert len(ImagesOnDisk(folder)) == len(found)
+    actual = list_images(folder)
+    assert len(ImagesOnDisk(folder)) == len(actual)
     paths = load_splits(train=str(folder))["train"].cast_column("image", ImageFeature(decode=False))
-    assert [row["image"]["path"] for row in paths] == [str(path) for path in found]
-    return [path.relative_to(folder).as_posix() for path in found]
+    assert [row["image"]["path"] for row in paths] == [str(path) for path in actual]
+    return [path.relative_to(folder).as_posix() for path in actual]
 
 
 LEFT_OUT = ["._1.png", "cat/.hidden.png", ".DS_Store", "Thumbs.db", "cat/.ipynb_checkpoints/1.png", ".git/1.png"]

@@ -57,13 +57,13 @@ def test_training_flips_half_of_the_images_and_shifts_all_channels_of_an_image_b
         first, again = (sample_of(pixels, key=SampleKey(epoch, 0))["labels"] for _ in range(2))
         assert torch.equal(first, again)
         result = first.reshape(4, 4, 3).numpy()
-        found = [
+        actual = [
             (flip, shift)
             for flip in (False, True)
             for shift in range(-10, 11)
             if np.array_equal(np.clip(pixels[:, :: -1 if flip else 1].astype(int) + shift, 0, 255), result)
         ]
-        assert len(found) == 1
-        flips, shifts = flips + found[0][0], shifts | {found[0][1]}
+        assert len(actual) == 1
+        flips, shifts = flips + actual[0][0], shifts | {actual[0][1]}
     assert shifts == set(range(-10, 11))
     assert 150 < flips < 250

@@ -182,11 +182,11 @@ def test_an_uploaded_image_is_classified_and_its_maps_follow_layer_and_patch(app
     upload(page, "#image-upload", picture)  # which first replaces the maps by a hint and empties the label
     changed(page, "#map-keys", example, "img")
     # Gradio may render the label again at any time, so its text is read once.
-    found = page.wait_for_function(
+    actual = page.wait_for_function(
         "() => { const shares = document.querySelector('#image-label').innerText.match(/\\d+(?=%)/g);"
         " return shares?.length === 3 && shares; }"
     )
-    shares = [int(x) for x in found.json_value()]
+    shares = [int(x) for x in actual.json_value()]
     assert shares == sorted(shares, reverse=True)
     biases = page.inner_html("#map-biases")
     slider = page.locator("#layer input[type=range]")

@@ -39,14 +39,14 @@ def run(path: Path, **inputs: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(["logits"], {name: x.numpy() for name, x in inputs.items()})[0])
 
 
-def assert_equal_to_rounding(found: torch.Tensor, model: nn.Module, **inputs: torch.Tensor) -> None:
+def assert_equal_to_rounding(actual: torch.Tensor, model: nn.Module, **inputs: torch.Tensor) -> None:
     """Assert that the errors of program and model, both in float32, against the model in float64 are similar."""
     expected = model(**inputs).logits
     exact = model.double()(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}).logits
     model.float()
     rounding = (expected.double() - exact).abs().max()
     # Both round in a different order. The largest error of a few thousand numbers varies by less than a factor of ten.
-    assert (found.double() - exact).abs().max() < 10 * rounding + 1e-6 * exact.abs().max()
+    assert (actual.double() - exact).abs().max() < 10 * rounding + 1e-6 * exact.abs().max()
 
 
 def quantized(path: Path) -> Path:

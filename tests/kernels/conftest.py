@@ -49,8 +49,10 @@ def arithmetic_of_a_gpu(monkeypatch):
         return dot(self, factor(a, precision), factor(b, precision), d, precision, *others)
 
     def exp2(self, x, exp2=InterpreterBuilder.create_exp2):
-        found = exp2(self, x)
-        return TensorHandle(np.where(found.data < np.finfo(np.float32).tiny, np.float32(0), found.data), found.dtype)
+        actual = exp2(self, x)
+        return TensorHandle(
+            np.where(actual.data < np.finfo(np.float32).tiny, np.float32(0), actual.data), actual.dtype
+        )
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(InterpreterBuilder, "create_exp2", exp2)

@@ -36,12 +36,12 @@ def test_values_and_gradients_are_those_of_the_products(case, dtype, strided, va
     exact = [x.double().requires_grad_() for x in factors]
     factors = [x.requires_grad_() for x in factors]
     expected, defined = products(*exact, *sizes)
-    found = OPS.band(*factors, *sizes, None)
-    assert found.dtype == torch.float32 and found.isfinite().all()
+    actual = OPS.band(*factors, *sizes, None)
+    assert actual.dtype == torch.float32 and actual.isfinite().all()
     rounding = 4 * torch.finfo(torch.float32).eps * math.sqrt(shape[2]) * 4
-    torch.testing.assert_close(found[defined].double(), expected[defined], rtol=rounding, atol=rounding)
-    weight = torch.randn(found.shape) * defined
-    gradients = torch.autograd.grad(found, factors, weight.mT.contiguous().mT)
+    torch.testing.assert_close(actual[defined].double(), expected[defined], rtol=rounding, atol=rounding)
+    weight = torch.randn(actual.shape) * defined
+    gradients = torch.autograd.grad(actual, factors, weight.mT.contiguous().mT)
     rounding = 4 * torch.finfo(dtype).eps * (math.sqrt(sizes[2]) if dtype == torch.float32 else 1.0)
     for x, y in zip(gradients, torch.autograd.grad(expected, exact, weight.double())):
         torch.testing.assert_close(x.double(), y, rtol=rounding, atol=rounding)
@@ -50,10 +50,10 @@ def test_values_and_gradients_are_those_of_the_products(case, dtype, strided, va
 @pytest.mark.parametrize("length", (1, 3))
 def test_rows_may_start_at_positions_of_their_own(length, variant):
     factors, starts = torch.randn(2, 2, 9, 4), torch.tensor([4, 2, 6])  # keys before position 0 are not defined
-    found = OPS.band(*factors, 0, length, 3, starts)
+    actual = OPS.band(*factors, 0, length, 3, starts)
     expected = [OPS.band(*factors, start, length, 3, None) for start in starts.tolist()]
-    assert torch.equal(found, torch.cat(expected))
-    weight, factors = torch.randn(found.shape), factors.requires_grad_()
+    assert torch.equal(actual, torch.cat(expected))
+    weight, factors = torch.randn(actual.shape), factors.requires_grad_()
     gradient = torch.autograd.grad(OPS.band(*factors, 0, length, 3, starts), factors, weight)[0]
     parts = (OPS.band(*factors, start, length, 3, None) for start in starts.tolist())
     torch.testing.assert_close(gradient, torch.autograd.grad(torch.cat(list(parts)), factors, weight)[0])
@@ -61,21 +61,21 @@ def test_rows_may_start_at_positions_of_their_own(length, variant):
 
 def test_threads_and_other_tokens_do_not_matter(variant):
     factors, before = torch.randn(2, 1, 300, 24).requires_grad_(), torch.get_num_threads()
-    weight, found = torch.randn(1, 300, 1, 9), []
+    weight, actual = torch.randn(1, 300, 1, 9), []
     try:
         for count in (1, 2, 7):
             torch.set_num_threads(count)
             w = OPS.band(*factors, 0, 300, 9, None)
-            found.append((w, *torch.autograd.grad(w, factors, weight)))
+            actual.append((w, *torch.autograd.grad(w, factors, weight)))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0]))
+    assert all(torch.equal(x, y) for other in actual[1:] for x, y in zip(other, actual[0]))
     for size in (math.nan, math.inf):  # of positions that are not used
         changed = factors.detach().clone()
         changed[0, :, :200], changed[1, :, :192], changed[:, :, 290:] = size, size, size
         changed.requires_grad_()
         w = OPS.band(*changed, 200, 90, 9, None)
-        assert torch.equal(w, found[0][0][:, 200:290])
+        assert torch.equal(w, actual[0][0][:, 200:290])
         gradient = torch.autograd.grad(w, changed, weight[:, 200:290])[0]
         expected = torch.autograd.grad(OPS.band(*factors, 200, 90, 9, None), factors, weight[:, 200:290])[0]
         assert torch.equal(gradient, expected)
@@ -102,10 +102,10 @@ def test_it_is_an_ordinary_operator(variant):
         partial(OPS.band, start=2, length=5, starts=None),
     )
     assert torch.autograd.gradgradcheck(lambda x: run(*x, window=3), (factors,))
-    found = OPS.band(*factors.float(), 2, 5, 3, None)
-    torch.testing.assert_close(found, operators.portable("band", *factors, 2, 5, 3, None).float())
-    batched = torch.autograd.grad(found, factors, torch.ones(3, *found.shape), True, is_grads_batched=True)
-    torch.testing.assert_close(batched[0][1], torch.autograd.grad(found.sum(), factors)[0])
+    actual = OPS.band(*factors.float(), 2, 5, 3, None)
+    torch.testing.assert_close(actual, operators.portable("band", *factors, 2, 5, 3, None).float())
+    batched = torch.autograd.grad(actual, factors, torch.ones(3, *actual.shape), True, is_grads_batched=True)
+    torch.testing.assert_close(batched[0][1], torch.autograd.grad(actual.sum(), factors)[0])
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,8 @@ def with_gradients(function, problem: Problem, weight: torch.Tensor) -> dict[str
         name: x.detach().clone().requires_grad_() for name, x in zip(problem._fields, problem[:4]) if x is not None
     }
     output = function(problem._replace(**inputs))
-    found = torch.autograd.grad(output, list(inputs.values()), weight.to(output.dtype), materialize_grads=True)
-    return {"output": output.detach()} | dict(zip(inputs, found))
+    actual = torch.autograd.grad(output, list(inputs.values()), weight.to(output.dtype), materialize_grads=True)
+    return {"output": output.detach()} | dict(zip(inputs, actual))
 
 
 def to(problem: Problem, dtype: torch.dtype, count: int = 3) -> Problem:
@@ -165,7 +165,7 @@ def exact_results(
 
 def assert_exact(problem: Problem, weight: torch.Tensor, exact: dict[str, torch.Tensor]) -> None:
     """Check output and gradients. Logits are rounded, which is a relative error of their exponentials."""
-    found, is_bf16 = with_gradients(operator, problem, weight), problem.value.dtype == BF16
+    actual, is_bf16 = with_gradients(operator, problem, weight), problem.value.dtype == BF16
     finite = [x[x.isfinite()].abs() for x in (problem.key, problem.bias) if x is not None]
     logits = sum(x.max().item() for x in finite if x.numel())
     allowed = (8 * math.sqrt(max(problem.value.shape[1], 64)) + LOGIT_ROUNDINGS * logits) * torch.finfo(FP32).eps
@@ -173,8 +173,8 @@ def assert_exact(problem: Problem, weight: torch.Tensor, exact: dict[str, torch.
         allowed += torch.finfo(BF16).eps * (1.0 if isinstance(problem, Table) else 0.6)
     largest = max((x.abs().max().item() for x in exact.values() if x.numel()), default=0.0)
     for name, y in exact.items():
-        assert found[name].isfinite().all(), name
-        error, size = ((x.abs().max().item() if x.numel() else 0.0) for x in (found[name].double() - y, y))
+        assert actual[name].isfinite().all(), name
+        error, size = ((x.abs().max().item() if x.numel() else 0.0) for x in (actual[name].double() - y, y))
         # The gradient of a key or w is a sum of gradients of values times differences of values, which may cancel.
         scale = size if name in ("output", "value") else largest
         assert error <= allowed * scale + 1e-30, f"{name}: error {error:.3g} of {scale:.3g}"
@@ -286,10 +286,10 @@ def test_hostile_values_are_exact(name, variant):
 @each([name for name in TYPICAL if "heads" in name])
 def test_gradients_of_causal_operators_grow_with_those_of_the_output(name, size, variant):
     problem, weight = TYPICAL[name](), torch.randn(2, 130, 16)
-    found, of_one = (with_gradients(operator, problem, x) for x in (size * weight, weight))
+    actual, of_one = (with_gradients(operator, problem, x) for x in (size * weight, weight))
     for key, gradient in of_one.items():
         expected = gradient if key == "output" else size * gradient
-        torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(actual[key], expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 
 @each([name for name in TYPICAL if "table" in name or "grid" in name])
@@ -300,10 +300,10 @@ def test_gradients_are_exact_where_values_share_an_offset(name, hidden, variant)
     problem = problem._replace(key=keys)
     problem = problem._replace(value=(problem.value * 64).round() / 64 + 512.0)  # exact in float32
     weight = torch.randn(problem.value.shape)
-    found = with_gradients(operator, problem, weight)
+    actual = with_gradients(operator, problem, weight)
     exact = with_gradients(eq_2, to(problem, torch.float64, 5), weight.double())
     for key in ("key", "value", "bias"):
-        error = (found[key].double() - exact[key]).abs().max()
+        error = (actual[key].double() - exact[key]).abs().max()
         assert error <= 2e-5 * exact[key].abs().max(), key
 
 
@@ -320,15 +320,15 @@ def test_rounding_errors_of_long_sums_do_not_add_up(variant):
         Grid(None, key, value, kernel, 1, length),
         Grid(None, key, value, kernel, length, 1),
     ):
-        found = with_gradients(operator, problem, torch.ones_like(value))
+        actual = with_gradients(operator, problem, torch.ones_like(value))
         of_value = torch.ones(length, dtype=torch.float64)
         if isinstance(problem, Causal):  # of 1 / (t + 1) over the queries t from a token on
             of_value = (1 / torch.arange(1, length + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
         exact = of_value[None, :, None].expand(1, -1, 4)
         # In chunks of 128 tokens, 128 roundings in each of both sums, and as many as there are chunks.
         allowed = 2 * (128 + length / 128) * torch.finfo(FP32).eps / 2
-        torch.testing.assert_close(found["output"], value, rtol=allowed, atol=0)
-        torch.testing.assert_close(found["value"].double(), exact, rtol=2 * allowed, atol=0)
+        torch.testing.assert_close(actual["output"], value, rtol=allowed, atol=0)
+        torch.testing.assert_close(actual["value"].double(), exact, rtol=2 * allowed, atol=0)
 
 
 def test_taps_that_lie_off_the_grid_for_every_query_have_no_effect(variant):
@@ -372,8 +372,8 @@ def test_documents_and_padding_are_exact_and_what_is_hidden_stays_there(name, sh
         hostile = problem._replace(
             **{n: getattr(problem, n).masked_fill(hidden, math.nan) for n in ("query", "key", "value")}
         )
-        expected, found = (with_gradients(operator, x, weight) for x in (problem, hostile))
-        torch.testing.assert_close(found, expected)
+        expected, actual = (with_gradients(operator, x, weight) for x in (problem, hostile))
+        torch.testing.assert_close(actual, expected)
 
 
 @each(TYPICAL)
@@ -383,18 +383,18 @@ def test_hidden_keys_hide_values_that_are_not_finite(name, variant):
     problem = problem._replace(key=problem.key.masked_fill(hidden, -math.inf))
     for size in (math.nan, math.inf, 1e30):
         values = (problem.value.masked_fill(hidden, x) for x in (0.0, size))
-        expected, found = (operator(problem._replace(value=value)) for value in values)
-        torch.testing.assert_close(found, expected)
+        expected, actual = (operator(problem._replace(value=value)) for value in values)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_biases_of_minus_infinity_hide_tokens_from_some_queries(variant):
     for key_per_head in (False, True):
         problem = table(2, 37, 40, 2, key_per_head=key_per_head)
         problem.bias[:, :20, 30] = problem.bias[:, 7] = -math.inf
-        found = with_gradients(operator, problem, torch.ones_like(problem.value))
-        assert all(x.isfinite().all() for x in found.values()) and found["output"][:, 7].eq(0).all()
+        actual = with_gradients(operator, problem, torch.ones_like(problem.value))
+        assert all(x.isfinite().all() for x in actual.values()) and actual["output"][:, 7].eq(0).all()
         problem.value[:, 30] = math.nan
-        torch.testing.assert_close(operator(problem)[:, :20], found["output"][:, :20])
+        torch.testing.assert_close(operator(problem)[:, :20], actual["output"][:, :20])
 
 
 @each(TYPICAL)
@@ -410,12 +410,12 @@ def test_nan_and_infinity_reach_what_they_reach_in_eq_2_and_nothing_else(name, a
         problem.key[:, 7], problem.value[:, 7] = -math.inf, math.nan
         changed[:, 20, 0], changed[:, -3, -1] = math.nan, -math.inf if argument == "value" else math.inf
     weight = torch.linspace(0.2, 1, problem.value.numel()).view(problem.value.shape)
-    found = with_gradients(operator, problem, weight)
+    actual = with_gradients(operator, problem, weight)
     exact = with_gradients(eq_2, to(problem, torch.float64, 5), weight.double())
     for result, y in exact.items():
         number = y.isfinite()
-        assert torch.equal(found[result].isfinite(), number), result
-        torch.testing.assert_close(found[result][number], y[number].float(), rtol=1e-3, atol=1e-3)
+        assert torch.equal(actual[result].isfinite(), number), result
+        torch.testing.assert_close(actual[result][number], y[number].float(), rtol=1e-3, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------- layouts, threads, errors
@@ -433,8 +433,8 @@ def test_inputs_may_be_parts_of_one_tensor_and_gradients_have_any_strides(name, 
     for query, key, value in (parts, columns):
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
         output = operator(type(problem)(*inputs, *problem[3:]))
-        found = [output.detach(), *torch.autograd.grad(output, inputs, gradient, retain_graph=True)]
-        torch.testing.assert_close(found, [expected[n] for n in ("output", "query", "key", "value")], rtol=0, atol=0)
+        actual = [output.detach(), *torch.autograd.grad(output, inputs, gradient, retain_graph=True)]
+        torch.testing.assert_close(actual, [expected[n] for n in ("output", "query", "key", "value")], rtol=0, atol=0)
         one = torch.ones((), dtype=dtype).expand(problem.value.shape)
         assert all(x.isfinite().all() for x in torch.autograd.grad(output, inputs, one))
 
@@ -451,8 +451,8 @@ def test_the_number_of_threads_does_not_matter(name, variant):
             torch.testing.assert_close(again, results[-1], rtol=0, atol=0)
     finally:
         torch.set_num_threads(before)
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=1e-5, atol=1e-5)
+    for actual in results[1:]:
+        torch.testing.assert_close(actual, results[0], rtol=1e-5, atol=1e-5)
 
 
 def test_arguments_that_do_not_match_are_errors(variant):
@@ -552,9 +552,9 @@ def test_a_prompt_may_be_given_in_pieces(kind, global_connectivity, heads, varia
             expected, state, start = operator(problem), empty_state(problem, heads), 0
             for count in pieces:
                 part = piece(problem, start, start + count, per_row=start % 2 == 1)
-                found = OPS.causal_state(*part, *state)
+                actual = OPS.causal_state(*part, *state)
                 rounding = 2e-4 if dtype == FP32 else torch.finfo(dtype).eps
-                torch.testing.assert_close(found, expected[:, start : start + count], rtol=rounding, atol=2e-5)
+                torch.testing.assert_close(actual, expected[:, start : start + count], rtol=rounding, atol=2e-5)
                 start += count
 
 
@@ -571,8 +571,8 @@ def test_steps_of_repeated_tokens_do_not_drift(kind, variant):
     expected = operator(problem._replace(**repeated))[:, -2:]
     state, one = empty_state(problem, 2), OPS.causal_state.default
     steps = [*zip(repeated["key"].split(1, 1), repeated["value"].split(1, 1))]
-    found = [one(None, *step, problem.bias, problem.slopes, None, True, *state) for step in steps][-2:]
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
+    actual = [one(None, *step, problem.bias, problem.slopes, None, True, *state) for step in steps][-2:]
+    torch.testing.assert_close(torch.cat(actual, 1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -582,14 +582,14 @@ def test_padding_after_the_tokens_of_a_row_is_not_added_to_its_state(kind, varia
     state, given = empty_state(problem, 3), [x.clone() for x in problem[:3]]
     for x in given:
         x[torch.arange(80) >= counts[:, None]] = math.nan
-    found = OPS.causal_state(*given, *problem[3:5], first, True, *state)
+    actual = OPS.causal_state(*given, *problem[3:5], first, True, *state)
     for row, count in enumerate(counts):
         part = piece(Causal(*(x[row : row + 1] for x in problem[:3]), *problem[3:]), 0, count)
         alone = empty_state(part, 3)
         expected = OPS.causal_state(*part, *alone) if count else torch.zeros(1, 0, 24)
-        torch.testing.assert_close(found[row, :count], expected[0])
+        torch.testing.assert_close(actual[row, :count], expected[0])
         torch.testing.assert_close([x[row] for x in state], [x[0] for x in alone])
-        assert found[row, count:].eq(0).all()
+        assert actual[row, count:].eq(0).all()
 
 
 # ----------------------------------------------------------------------------------------- operators are ordinary ones

@@ -184,7 +184,7 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
     model = language_model(["local", "simple"], hidden_size=16, num_heads=1).to(DEVICE)
     ids = torch.randint(0, 256, (2, 9), device=DEVICE)
     mask = contract.padding_mask("left", 2, 9).to(DEVICE)
-    found = []
+    actual = []
     for implementation in ("auto", "reference"):
         for layer in model.aft.layers:
             layer.mixer.mixing_implementation = implementation
@@ -193,8 +193,8 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
         with torch.autocast(DEVICE, BF16):
             loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
         loss.backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    difference = (found[0] - found[1]).norm() / found[1].norm()
+        actual.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    difference = (actual[0] - actual[1]).norm() / actual[1].norm()
     assert difference < 4 * torch.finfo(BF16).eps
 
 
@@ -235,10 +235,10 @@ def test_a_compiled_mixer_is_one_graph_with_the_same_results(structure, launched
     mixer, x = contract.build(structure, TRITON), torch.randn(1, 40, contract.WIDTH, device=DEVICE)
     eager = contract.mixer_results(mixer, x)
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
-    found = contract.mixer_results(compiled, x)
+    actual = contract.mixer_results(compiled, x)
     for name, expected in eager.items():
         torch.testing.assert_close(
-            found[name.replace("of ", "of _orig_mod.") if name not in found else name], expected
+            actual[name.replace("of ", "of _orig_mod.") if name not in actual else name], expected
         )
 
 
@@ -264,14 +264,14 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     rows = torch.arange(batch, device=DEVICE)[:, None, None, None]
     given.append(None if bias is None else (bias.to(DEVICE) + rows).detach())
     slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
-    others, found = (slopes, first.to(DEVICE), biases.global_connectivity), []
+    others, actual = (slopes, first.to(DEVICE), biases.global_connectivity), []
     for operator in (torch.ops.aft_hf_v3.causal, partial(portable, "causal")):
         inputs = [x if x is None else x.clone().requires_grad_() for x in given]
         output = operator(*inputs, *others)
         leaves = [x for x in inputs if x is not None]
-        found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-    assert found[0][0][1, 7:12].eq(0).all()
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        actual.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert actual[0][0][1, 7:12].eq(0).all()
+    torch.testing.assert_close(*actual, rtol=1e-4, atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------- operators that keep, and failures
@@ -292,9 +292,9 @@ def test_kept_results_and_gradients_are_as_the_fakes_say(name, batch):
     arguments = of_operator(name, batch)
     forward = getattr(torch.ops.aft_hf_v3, f"{name}_keeping").default
     backward = getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping").default
-    found = forward(*arguments)
+    actual = forward(*arguments)
     for bias_needed in (True, False):
-        given = found[0], *arguments, *found[1:], bias_needed
+        given = actual[0], *arguments, *actual[1:], bias_needed
         for operator, inputs in ((forward, arguments), (backward, given)):
             with FakeTensorMode() as mode:
                 fake = operator(*(mode.from_tensor(x) if torch.is_tensor(x) else x for x in inputs))
@@ -371,10 +371,10 @@ def test_kernels_run_on_the_device_of_their_tensors(name, monkeypatch):
 
 def test_programs_of_large_batches_fit_the_axes_of_a_gpu(monkeypatch):
     """A GPU allows 2^31 - 1 programs on the first axis, and 65,535 on others."""
-    found = []
+    actual = []
 
     def recorded(kernel, programs):
-        found.append(programs)
+        actual.append(programs)
         return lambda *arguments, **options: None
 
     monkeypatch.setattr(type(causal_launch.walk_kernel), "__getitem__", recorded)
@@ -388,7 +388,7 @@ def test_programs_of_large_batches_fit_the_axes_of_a_gpu(monkeypatch):
     with torch.device("meta"):
         factors, starts = torch.empty(1, 9, 4), torch.empty(70_000, dtype=torch.int64)
     causal_launch.band(factors, factors, 0, 1, 3, starts)
-    assert max(max(programs[1:], default=1) for programs in found) <= 65_535
+    assert max(max(programs[1:], default=1) for programs in actual) <= 65_535
 
 
 # -------------------------------------------------------------------------------------------------- memory they touch
@@ -457,9 +457,9 @@ def test_kernels_read_and_write_nothing_beyond_their_tensors(structure, monkeypa
     expected = both_passes(gradient, *problem)
     for module in (causal_launch, kept):
         monkeypatch.setattr(module, "torch", guarded)
-    found = both_passes(*(x if x is None else between_nan(x) for x in (gradient, *problem)))
+    actual = both_passes(*(x if x is None else between_nan(x) for x in (gradient, *problem)))
     guarded.assert_untouched()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @structures(["local causal", slow("conv causal"), slow("alibi causal")])

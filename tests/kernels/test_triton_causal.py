@@ -36,8 +36,8 @@ class Causal(torch.autograd.Function):
     def backward(ctx, gradient):
         *problem, average, logsumexp, center = ctx.saved_tensors
         problem = [x if x is not None else y for x, y in zip(problem, ctx.others)]
-        found = causal_launch.causal_backward(gradient, *problem, average, logsumexp, center, problem[3] is not None)
-        return *(None if x is None else y for x, y in zip(problem, found)), None, None, None
+        actual = causal_launch.causal_backward(gradient, *problem, average, logsumexp, center, problem[3] is not None)
+        return *(None if x is None else y for x, y in zip(problem, actual)), None, None, None
 
 
 def problem(
@@ -59,9 +59,9 @@ def assert_exact(given, dtype=FP32, terms=1.0):
     """Check outputs and gradients against the portable form in float64, where hidden tokens have no NaN."""
     rounded = [x if x is None else x.to(dtype).double() for x in given[:3]]
     weight = torch.linspace(0.2, 1, given[2].numel()).view_as(given[2]).to(dtype)
-    found, exact = [], []
+    actual, exact = [], []
     for results, function, inputs in (
-        (found, Causal.apply, [x if x is None else x.to(DEVICE, dtype) for x in given[:3]]),
+        (actual, Causal.apply, [x if x is None else x.to(DEVICE, dtype) for x in given[:3]]),
         (
             exact,
             lambda *x: portable("causal", *x),
@@ -81,7 +81,7 @@ def assert_exact(given, dtype=FP32, terms=1.0):
         ]
     size = exact[-2 if given[3] is not None else -1].abs()  # of the gradient of the values
     of_values = given[2].to(dtype).float().nan_to_num().abs().max().item() * 2
-    for x, y in zip(found, exact):
+    for x, y in zip(actual, exact):
         allowed = max(y.abs().max().item(), of_values * size.max().item() if y is not exact[0] else of_values)
         allowed *= 2e-5 * terms + (torch.finfo(BF16).eps if dtype == BF16 else 0.0)
         torch.testing.assert_close(x.detach().double().cpu(), y.detach(), rtol=0, atol=allowed)
@@ -185,14 +185,14 @@ def results(given, dtype=FP32):
     ((3, "before the window"), slow(3, "hidden by a key of -inf"), slow(40, "hidden by a key of -inf")),
 )
 def test_the_value_of_a_token_that_is_not_seen_costs_no_precision(size, place):
-    tokens, found = size if place == "before the window" else 1, []
+    tokens, actual = size if place == "before the window" else 1, []
     for value in (0.0, 1e8):
         given = problem(72, size, width=2, global_connectivity=False)
         given[2][:, 0] = value
         if tokens == 1:
             given[1][:, 0], given[5] = -torch.inf, torch.zeros(1, 72, dtype=torch.int64)
-        found.append([x[:, tokens:] for x in results(given)])
-    for x, y in zip(*found):
+        actual.append([x[:, tokens:] for x in results(given)])
+    for x, y in zip(*actual):
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
 
 
@@ -200,11 +200,11 @@ def test_the_value_of_a_token_that_is_not_seen_costs_no_precision(size, place):
 def test_an_outlier_with_a_small_weight_costs_the_gradients_of_others_no_precision(size):
     given = problem(64, size)
     given[1][:, 0], given[2][:, 0] = -12.0, 1000.0
-    found = results(given, BF16)[2][:, 1:].double().cpu()
+    actual = results(given, BF16)[2][:, 1:].double().cpu()
     query, key, value, bias = (x.to(y).double() for x, y in zip(given, (BF16, BF16, BF16, FP32)))
     key.requires_grad_()
     (exact,) = torch.autograd.grad(portable("causal", query, key, value, bias, None, None, True).sum(), key)
-    assert (found - exact[:, 1:]).norm() <= torch.finfo(BF16).eps * exact[:, 1:].norm()
+    assert (actual - exact[:, 1:]).norm() <= torch.finfo(BF16).eps * exact[:, 1:].norm()
 
 
 @pytest.mark.parametrize("size", (33, slow(1), slow(40)))
@@ -234,7 +234,7 @@ def test_a_document_does_not_reach_the_one_before_or_after(hostile, begin, size,
     given = problem(70, window, width=2, first=documents(70, begin)[None], **special)
     parts, (name, make_hostile) = (slice(0, begin), slice(begin, 70)), HOSTILE[hostile]
     for changed, other in (parts, parts[::-1]):
-        found = []
+        actual = []
         for change in (lambda x: x, make_hostile):
             tensors = dict(zip(("query", "key", "value"), given)) | {"gradient": torch.ones(1, 70, 2)}
             x = tensors[name]
@@ -242,8 +242,8 @@ def test_a_document_does_not_reach_the_one_before_or_after(hostile, begin, size,
             *inputs, gradient = tensors.values()
             inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
             output = Causal.apply(*inputs, *(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given[3:]))
-            found.append([output, *torch.autograd.grad(output, inputs, gradient.to(DEVICE))])
-        for x, y in zip(*found):
+            actual.append([output, *torch.autograd.grad(output, inputs, gradient.to(DEVICE))])
+        for x, y in zip(*actual):
             torch.testing.assert_close(y[:, other], x[:, other], rtol=2e-5, atol=2e-5)
 
 
@@ -295,16 +295,16 @@ def empty_state(window, width, heads=1, shared=False, batch=1):
     ids=str,
 )
 def test_a_prompt_in_pieces_and_tokens_after_it_continue_a_state(size, options):
-    pieces, start, found = (3, 34, 1, 5, 1), 0, []
+    pieces, start, actual = (3, 34, 1, 5, 1), 0, []
     given = problem(sum(pieces), size, width=4, **options)
     exact = portable("causal", *(x.double() if isinstance(x, torch.Tensor) else x for x in given))
     state = empty_state((size or 1) - 1, 4, options.get("heads", 1), options.get("shared", False))
     for piece in pieces:
         part = [x if x is None else x[:, start : start + piece].to(DEVICE) for x in given[:4]]
         slopes = given[4] if given[4] is None else given[4].to(DEVICE)
-        found.append(causal_launch.causal_state(*part, slopes, *given[5:], *state).cpu())
+        actual.append(causal_launch.causal_state(*part, slopes, *given[5:], *state).cpu())
         start += piece
-    torch.testing.assert_close(torch.cat(found, 1).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(actual, 1).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", (None, 2), ids=str)
@@ -349,10 +349,10 @@ def test_a_band_and_its_gradients_are_those_of_the_products(case, dtype):
     expected = (exact[0] @ exact[1].mT)[:, t, keys.clamp(0)].transpose(0, 1)[None] * defined
     weight = torch.randn(expected.shape) * defined
     factors = [x.to(DEVICE) for x in factors]
-    found = causal_launch.band(*factors, *sizes, None).cpu() * defined
-    torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    actual = causal_launch.band(*factors, *sizes, None).cpu() * defined
+    torch.testing.assert_close(actual.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     of_rows = causal_launch.band(*factors, 0, length, window, torch.tensor([start, start], device=DEVICE)).cpu()
-    assert torch.equal(of_rows * defined, torch.cat([found, found]))
+    assert torch.equal(of_rows * defined, torch.cat([actual, actual]))
     gradients = causal_launch.band_backward(weight.to(DEVICE), *factors, *sizes, None)
     allowed = 2e-5 + (torch.finfo(dtype).eps if dtype == BF16 else 0.0)
     for x, y in zip(gradients, torch.autograd.grad(expected, exact, weight.double(), allow_unused=True)):

@@ -62,7 +62,7 @@ def state_of(mixer, static: bool) -> AFTLayerState:
 
 def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
     """Assert that x in pieces of these lengths gives Eq. 2 over all of x, and the state that other backends give."""
-    found, state, start = [], state_of(mixer, static), 0
+    actual, state, start = [], state_of(mixer, static), 0
     others, other = [], state_of(mixer, static)
     with torch.no_grad():
         for piece in pieces:
@@ -70,7 +70,7 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
             # Decoding steps have no padding
             options = {} if mask is None or mask[:, part].all() else {"attention_mask": mask[:, part]}
             mixer.mixing_implementation = "auto"
-            found.append(mixer(x[:, part], state=state, **options))
+            actual.append(mixer(x[:, part], state=state, **options))
             mixer.mixing_implementation = "portable"
             others.append(mixer(x[:, part], state=other, **options))
             start += piece
@@ -82,7 +82,7 @@ def assert_decodes(mixer, x, pieces, static=False, mask=None, dtype=FP32):
     # The terms of the average, and d products for each projection before and after it
     allowed = contract.tolerance(FP32, start + 4 * x.shape[-1], x.abs().max().item() + 8.0)
     allowed += 8 * contract.storage_error(dtype)
-    contract.assert_within(torch.cat(found, 1).cpu() * real, exact * real, size * allowed, "outputs")
+    contract.assert_within(torch.cat(actual, 1).cpu() * real, exact * real, size * allowed, "outputs")
     assert int(state.get_seq_length()) == start
     if mixer.global_connectivity:  # otherwise the sums are not used
         averages = [x.numerator / x.denominator.clamp_min(1e-30) for x in (state, other)]
@@ -115,13 +115,13 @@ def test_tokens_that_are_hidden_by_a_key_of_minus_infinity_change_nothing(window
     keys, values = torch.randn(2, 1, 9, 2, device=DEVICE)
     hidden = torch.tensor([0, 3, 4, 7])
     keys[:, hidden], values[:, hidden] = -torch.inf, torch.nan
-    found = []
+    actual = []
     for step in (launches.causal_state, portable_state):
         state = [getattr(empty, name).clone() for name in SUMS_AND_WINDOW]
         parts = [(x, y) for x, y in zip(keys.split([5, 1, 1, 1, 1], 1), values.split([5, 1, 1, 1, 1], 1))]
         outputs = [step(None, key, value, bias, None, None, True, *state) for key, value in parts]
-        found.append([torch.cat(outputs, 1), *state[:2], state[2] / state[3]])
-    torch.testing.assert_close(*found)
+        actual.append([torch.cat(outputs, 1), *state[:2], state[2] / state[3]])
+    torch.testing.assert_close(*actual)
 
 
 def test_half_precision(computed):
@@ -143,12 +143,12 @@ def test_generate_with_padding_gives_the_tokens_of_another_backend(aft_type, cac
     ids = torch.randint(0, 40, (2, 9), device=DEVICE)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    found = []
+    actual = []
     for implementation in ("auto", "portable"):
         model = language_model(aft_type, mixing_implementation=implementation, **SMALL).to(DEVICE)
         options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": cache}
-        found.append(model.generate(ids, attention_mask=mask, **options))
-    assert torch.equal(*found)
+        actual.append(model.generate(ids, attention_mask=mask, **options))
+    assert torch.equal(*actual)
 
 
 @pytest.mark.slow
@@ -177,12 +177,12 @@ def test_generate_compiles_the_steps_of_a_static_cache_as_one_graph(aft_type, co
     model = language_model(aft_type, **SMALL | {"num_hidden_layers": 1}).to(DEVICE)
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
     config._compile_all_devices = True
-    prompt, found = {"input_ids": torch.randint(0, 40, (2, 5), device=DEVICE)}, []
+    prompt, actual = {"input_ids": torch.randint(0, 40, (2, 5), device=DEVICE)}, []
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
     prompt["attention_mask"][1, :2] = 0
     for options in ({}, {"cache_implementation": "static", "compile_config": config}):
-        found.append(model.generate(**prompt, max_new_tokens=4, do_sample=False, **options))
-    assert torch.equal(*found) and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        actual.append(model.generate(**prompt, max_new_tokens=4, do_sample=False, **options))
+    assert torch.equal(*actual) and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_where_gradients_are_asked_for_another_backend_decodes():

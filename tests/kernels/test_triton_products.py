@@ -41,8 +41,8 @@ class Operator(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         backward = getattr(product_launch, f"{ctx.name}_backward")
-        found = backward(gradient, *ctx.saved_tensors, *ctx.others, *ctx.kept, ctx.needs_input_grad[4])
-        shapes = zip(found, ctx.saved_tensors)
+        actual = backward(gradient, *ctx.saved_tensors, *ctx.others, *ctx.kept, ctx.needs_input_grad[4])
+        shapes = zip(actual, ctx.saved_tensors)
         return None, *(None if x is None else y.view_as(x) for y, x in shapes), *(None for _ in ctx.others)
 
 
@@ -83,10 +83,10 @@ def assert_equal_to_eq_2(name, gradient, given, *others, gated=True, largest_log
     allowed += 1.5 * torch.finfo(BF16).eps if dtype == BF16 else 0.0
     # Gradients of logits are sums of values times weights, which cancel
     largest = given[2].double().abs().max().item()
-    for found, expected in zip(*results):
+    for actual, expected in zip(*results):
         size = max(expected.abs().max().item(), largest)
-        assert found.isfinite().all()
-        assert (found.detach().double().cpu() - expected).abs().max().item() <= allowed * size
+        assert actual.isfinite().all()
+        assert (actual.detach().double().cpu() - expected).abs().max().item() <= allowed * size
     return results
 
 
@@ -174,8 +174,8 @@ def test_a_large_common_offset_of_keys_and_values_costs_no_precision(name):
     gradient, given = inputs(FP32, 2, 12, 4, 2, (12, 12) if name == "table" else (3, 3), per_head=True)
     given[1] = (given[1] + 1e4).float()
     given[2] = given[2].to(BF16).float() + 512.0
-    found, expected = assert_equal_to_eq_2(name, gradient, given, *others)
-    for x, y in zip(found[2:], expected[2:]):  # the gradients of keys, values and w do not depend on offsets
+    actual, expected = assert_equal_to_eq_2(name, gradient, given, *others)
+    for x, y in zip(actual[2:], expected[2:]):  # the gradients of keys, values and w do not depend on offsets
         assert (x.double().cpu() - y).norm() < 1e-4 * y.norm()
 
 
@@ -219,8 +219,8 @@ def test_a_query_that_sees_nothing_gives_0_and_finite_gradients():
         given[1][0] = -math.inf
         given[1][1, : size - 4] = -math.inf
         for connected in (True, False):
-            found, _ = assert_equal_to_eq_2("grid", gradient, given, rows, columns, connected)
-            assert found[0][0].eq(0).all() and found[0][1, :4].eq(0).all() != connected
+            actual, _ = assert_equal_to_eq_2("grid", gradient, given, rows, columns, connected)
+            assert actual[0][0].eq(0).all() and actual[0][1, :4].eq(0).all() != connected
     given[1][1, ::2] = 0.0  # queries between keys, which see nothing but themselves
     assert_equal_to_eq_2("grid", gradient, [*given[:3], given[3][..., 1:2]], 1, 210, False)
 
@@ -239,6 +239,6 @@ def test_the_kernels_read_and_write_nothing_beyond_their_tensors(case, monkeypat
 
     expected, guarded = both_passes(gradient, *given), Guarded()
     monkeypatch.setattr(product_launch, "torch", guarded)
-    found = both_passes(*(between_nan(x) for x in (gradient, *given)))
+    actual = both_passes(*(between_nan(x) for x in (gradient, *given)))
     guarded.assert_untouched()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

@@ -41,10 +41,10 @@ def test_the_default_dtype_of_torch_does_not_matter(mixer, dtype):
     expected = gradients(mixer, x)
     try:
         torch.set_default_dtype(dtype)
-        found = gradients(mixer, x)
+        actual = gradients(mixer, x)
     finally:
         torch.set_default_dtype(torch.float32)
-    for a, b in zip(found, expected):
+    for a, b in zip(actual, expected):
         torch.testing.assert_close(a, b)
 
 
@@ -67,8 +67,8 @@ def test_a_pickled_mixer_computes_the_same_in_a_forked_worker_of_a_data_loader(m
     x = torch.randn(2, 36, 16)
     expected, again = mixer(x), pickle.loads(pickle.dumps(mixer))
     loader = DataLoader([0], num_workers=1, multiprocessing_context="fork", collate_fn=lambda _: again(x))
-    (found,) = loader
-    torch.testing.assert_close(found, expected)
+    (actual,) = loader
+    torch.testing.assert_close(actual, expected)
 
 
 def test_transformations_of_functions_are_right_in_a_compiled_program(mixer):
@@ -88,8 +88,8 @@ def test_a_copy_of_a_state_is_not_changed_by_later_steps_and_an_empty_piece_chan
         mixer(x[:, :7], state=state)
         kept = copy.copy(state)
         mixer(x[:, 1:5], state=state)
-        found = torch.cat([mixer(x[:, i : i + 1], state=kept) for i in range(7, 12)], 1)
-    torch.testing.assert_close(found, expected[:, 7:], rtol=1e-4, atol=1e-5)
+        actual = torch.cat([mixer(x[:, i : i + 1], state=kept) for i in range(7, 12)], 1)
+    torch.testing.assert_close(actual, expected[:, 7:], rtol=1e-4, atol=1e-5)
 
 
 def test_the_package_may_be_imported_twice_in_one_process():
@@ -125,5 +125,5 @@ def test_a_kernel_on_both_sides_in_a_causal_problem_hides_later_tokens(grid_size
 def test_autocast_around_the_operation_itself_is_allowed(biases):
     problem = Mixing(torch.randn(2, 9, 4), torch.randn(2, 9, 4), 2, biases)
     with torch.autocast("cpu", torch.bfloat16):
-        found = mix(problem)
-    torch.testing.assert_close(found, mix(problem), rtol=0.1, atol=0.1)
+        actual = mix(problem)
+    torch.testing.assert_close(actual, mix(problem), rtol=0.1, atol=0.1)

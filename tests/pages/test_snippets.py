@@ -222,8 +222,8 @@ def test_no_page_and_no_message_installs_the_package_by_a_name_that_anyone_may_r
     texts = [path for path in map(Path, listed.split("\0")) if path.suffix in (".py", ".md", ".ipynb", ".cpp", ".h")]
     assert Path("README.md") in texts and Path("src/aft_hf/publishing/template.md") in texts
     named = re.compile(r"\baft-hf\[|install( -\S+)* [\"']?aft[-_]hf\b|newer aft-hf")
-    found = {str(path): named.findall((ROOT / path).read_text(encoding="utf-8")) for path in texts}
-    assert {path: lines for path, lines in found.items() if lines and path != "tests/pages/test_snippets.py"} == {}
+    actual = {str(path): named.findall((ROOT / path).read_text(encoding="utf-8")) for path in texts}
+    assert {path: lines for path, lines in actual.items() if lines and path != "tests/pages/test_snippets.py"} == {}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -93,14 +93,14 @@ def numbers_in(text: str) -> set[str]:
 def numbers_of_files(directory) -> set[float]:
     """Return all numbers in the JSON files, and the counts of tensors and parameters in the weights and the report."""
     number = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-    found = {float(each) for path in directory.glob("*.json") for each in re.findall(number, path.read_text())}
+    actual = {float(each) for path in directory.glob("*.json") for each in re.findall(number, path.read_text())}
     content = (directory / "model.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
-    found.add(sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__"))
+    actual.add(sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__"))
     for status in ("copied", "new"):
         chosen = [math.prod(each["shape"]) for each in REPORT["tensors"] if each["status"] == status]
-        found |= {len(chosen), sum(chosen)}
-    return found | {len(tiny.LABELS["id2label"])}
+        actual |= {len(chosen), sum(chosen)}
+    return actual | {len(tiny.LABELS["id2label"])}
 
 
 def is_from(number: str, sources: set[float], written: str) -> bool:

@@ -21,10 +21,10 @@ def records(identity="known", **arms):
     return [made_up(arm, seed, identity, test=x) for arm, scores in arms.items() for seed, x in scores.items()]
 
 
-def judge(found, ours="a", other="b", metric="test", **options):
+def judge(actual, ours="a", other="b", metric="test", **options):
     sides = (ours, metric), (other, metric) if isinstance(other, str) else other
     claim = Claim("1", "", comparisons=(each := Comparison("", *sides, **options),))
-    return Records(found).judge(claim)[each]
+    return Records(actual).judge(claim)[each]
 
 
 # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3). The quantile of t with 2 degrees is 4.303.
@@ -33,9 +33,9 @@ HALF = 4.3027 * 0.1 / math.sqrt(3)
 
 
 def test_the_interval_is_that_of_students_t_over_the_differences_of_shared_seeds():
-    found = judge(records(a=A | {7: 100.0}, b=B | {8: -100.0}))  # seeds that only one arm has do not count
-    assert (found.difference, found.low, found.high) == pytest.approx((0.2, 0.2 - HALF, 0.2 + HALF), abs=1e-4)
-    assert found.verdict == UNDECIDED  # two standard errors, 0.115, would have decided
+    actual = judge(records(a=A | {7: 100.0}, b=B | {8: -100.0}))  # seeds that only one arm has do not count
+    assert (actual.difference, actual.low, actual.high) == pytest.approx((0.2, 0.2 - HALF, 0.2 + HALF), abs=1e-4)
+    assert actual.verdict == UNDECIDED  # two standard errors, 0.115, would have decided
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -60,15 +60,15 @@ def test_p_is_that_of_the_paired_t_test():
 
 def test_too_few_seeds_decide_nothing_and_no_seed_is_not_a_run():
     for b, seeds in ({0: 1.0, 1: 1.0}, 2), ({}, 0), ({5: 1.0, 6: 1.0, 7: 1.0}, 0):  # none shared
-        found = judge(records(a=A, b=b))
-        assert (found.verdict, found.seeds) == (NOT_RUN, seeds)
+        actual = judge(records(a=A, b=b))
+        assert (actual.verdict, actual.seeds) == (NOT_RUN, seeds)
 
 
 def test_a_speed_has_the_interval_and_the_sign_test_of_its_turns():
     turns = [1.01, 1.02, 1.03, 1.1, 1.1, 1.1, 1.2, 1.3, 1.4]
     run = made_up("a", 0, speed_ratio=1.1, speed_turns=turns)
-    found = judge([run], other=1.0, metric="speed_ratio", higher=True)
-    assert (found.low, found.high, found.p) == pytest.approx((0.02, 0.3, 2 / 2**9)) and found.verdict == HOLDS
+    actual = judge([run], other=1.0, metric="speed_ratio", higher=True)
+    assert (actual.low, actual.high, actual.p) == pytest.approx((0.02, 0.3, 2 / 2**9)) and actual.verdict == HOLDS
     slower = made_up("a", 0, speed_ratio=1.1, speed_turns=[0.9, 0.9, *turns[2:]])
     assert judge([slower], other=1.0, metric="speed_ratio", higher=True).verdict == UNDECIDED
     earlier = made_up("a", 0, speed_ratio=1.1)  # without its turns
@@ -87,8 +87,8 @@ def test_runs_of_unknown_identity_decide_nothing():
     earlier = records(None, a={0: 9.0, 1: 9.1, 2: 9.2}, b=B)
     assert judge(earlier, higher=True).verdict == NOT_RUN
     assert judge([*earlier, *records(a=A)], higher=True).verdict == NOT_RUN  # kinds are not mixed
-    found = Records(earlier).effect(Comparison("", ("a", "test"), ("b", "test")), confirmed=False)
-    assert found.ours == pytest.approx(9.1) and found.seeds == 3
+    actual = Records(earlier).effect(Comparison("", ("a", "test"), ("b", "test")), confirmed=False)
+    assert actual.ours == pytest.approx(9.1) and actual.seeds == 3
 
 
 def claim_of(*names, control=()):
@@ -110,8 +110,8 @@ def claim_of(*names, control=()):
 )
 @pytest.mark.parametrize("control", [(), (HOLDS,), (FAILS,), (NOT_RUN,)])
 def test_a_claim_holds_if_all_comparisons_of_the_paper_do_and_controls_do_not_count(names, control, verdict):
-    found = Records(records(b=B, c={seed: 9.0 + seed for seed in B}))
-    assert found.verdict(claim_of(*names, control=control)) == verdict
+    actual = Records(records(b=B, c={seed: 9.0 + seed for seed in B}))
+    assert actual.verdict(claim_of(*names, control=control)) == verdict
 
 
 def test_the_p_of_the_comparisons_of_a_claim_are_adjusted_by_holm():
@@ -128,14 +128,14 @@ def test_the_p_of_the_comparisons_of_a_claim_are_adjusted_by_holm():
         each = tuple(Comparison(arm, (arm, "test"), ("b", "test"), control=control) for arm in arms)
         return Records(records(b=B, **arms)).judge(Claim("1", "", comparisons=each))
 
-    found = list(judged(0.02, 0.5, 0.024).values())
-    assert [x.p for x in found] == pytest.approx([0.06, 0.5, 0.06]) and {x.verdict for x in found} == {UNDECIDED}
-    found = list(judged(0.04, 0.01, 0.024).values())
-    assert [x.p for x in found] == pytest.approx([0.048, 0.03, 0.048]) and {x.verdict for x in found} == {HOLDS}
+    actual = list(judged(0.02, 0.5, 0.024).values())
+    assert [x.p for x in actual] == pytest.approx([0.06, 0.5, 0.06]) and {x.verdict for x in actual} == {UNDECIDED}
+    actual = list(judged(0.04, 0.01, 0.024).values())
+    assert [x.p for x in actual] == pytest.approx([0.048, 0.03, 0.048]) and {x.verdict for x in actual} == {HOLDS}
     # One that is not run counts, so that the adjustment does not depend on what was run.
     both = Claim("1", "", comparisons=tuple(Comparison(x, (x, "test"), ("b", "test")) for x in ("a", "d")))
-    found = Records(records(b=B, a=shifted(0.03))).judge(both)
-    assert found[both.comparisons[0]].p == pytest.approx(0.06)
+    actual = Records(records(b=B, a=shifted(0.03))).judge(both)
+    assert actual[both.comparisons[0]].p == pytest.approx(0.06)
 
 
 def test_a_rate_is_inside_the_grid_if_it_is_the_best_and_a_lower_and_a_higher_one_were_tried():

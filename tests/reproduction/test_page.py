@@ -33,11 +33,11 @@ def runs(arm, *tests, identity="known", rate=1e-3, **metrics):
 @pytest.fixture
 def records():
     """Records with which claim 10 holds, and claim 12 would not if its runs were not earlier ones."""
-    found = runs("conv-7", 0.50, 0.51, 0.52) + runs("conv-7-naive", 0.40, 0.41, 0.42)
+    actual = runs("conv-7", 0.50, 0.51, 0.52) + runs("conv-7-naive", 0.40, 0.41, 0.42)
     for rate, loss in ((5e-4, 0.4), (1e-3, 0.3), (2e-3, 0.4)):
-        found += [x | {"arm": f"conv-7@{rate:g}", "rate": rate} for x in runs("conv-7", loss)]
+        actual += [x | {"arm": f"conv-7@{rate:g}", "rate": rate} for x in runs("conv-7", loss)]
     return Records(
-        found + runs("conv-3", 0.4, 0.4, 0.4, identity=None) + runs("conv-3-no-global", 0.5, 0.5, 0.5, identity=None)
+        actual + runs("conv-3", 0.4, 0.4, 0.4, identity=None) + runs("conv-3-no-global", 0.5, 0.5, 0.5, identity=None)
     )
 
 
@@ -73,8 +73,8 @@ def test_rates_at_the_edge_of_their_grid_are_counted_and_marked(records):
 
 
 def test_a_control_is_beside_the_verdict_and_not_in_it():
-    found = runs("characters", 2.5, 2.5, 2.5) + runs("characters-transformer", 3.0, 3.0, 3.0)
-    page = render(Records(found + runs("characters-transformer-alibi", 2.4, 2.4, 2.4)), "images")
+    actual = runs("characters", 2.5, 2.5, 2.5) + runs("characters-transformer", 3.0, 3.0, 3.0)
+    page = render(Records(actual + runs("characters-transformer-alibi", 2.4, 2.4, 2.4)), "images")
     assert "(Table 4) | **holds** | 2 does not hold |" in page
     assert page.count("| 1 | control: ") == 2
 
@@ -84,9 +84,9 @@ def test_the_counts_are_those_of_the_claims_of_the_paper(records):
 
 
 def test_associative_recall_and_longer_texts_have_tables():
-    found = [x for pairs in PAIRS for x in runs(recall_arm("AFT-conv", pairs), 1 / pairs, 2 / pairs)]
+    actual = [x for pairs in PAIRS for x in runs(recall_arm("AFT-conv", pairs), 1 / pairs, 2 / pairs)]
     lengths = {f"test_at_{factor}x": 2.0 + factor / 100 for factor in (1, 2, 4, 8)}
-    page = render(Records(found + runs("lengths-aft-conv", 2.0, 2.0, **lengths)), "images")
+    page = render(Records(actual + runs("lengths-aft-conv", 2.0, 2.0, **lengths)), "images")
     assert "| AFT-conv | 0.75 | 0.38 | 0.19 | 0.09 |" in page and "seeds: 2;" in page
     assert "| AFT-conv | 2.010 | 2.020 | 2.040 | 2.080 | 2 |" in page
 

@@ -132,8 +132,8 @@ def test_a_finished_run_is_not_repeated_and_has_all_metrics(runner, tmp_path):
 def test_a_converted_vit_is_trained_from_the_run_of_the_same_seed(runner):
     assert arms_of(["13"]).index("vit") < arms_of(["13"]).index("conv-of-vit")
     assert not runner.can_start(Run("conv-of-vit", 1, 1e-3))
-    found = runner.run(Run("conv-of-vit", 1, 1e-3))  # trains the ViT, whose model is not there
-    assert 0 <= found["metrics"]["test"] <= 1 and found["metrics"]["test_error"] >= 0
+    actual = runner.run(Run("conv-of-vit", 1, 1e-3))  # trains the ViT, whose model is not there
+    assert 0 <= actual["metrics"]["test"] <= 1 and actual["metrics"]["test_error"] >= 0
     assert (runner.path(runner.start_of(Run("conv-of-vit", 1))) / "config.json").exists()
 
 
@@ -165,10 +165,10 @@ def test_locality_is_the_mean_distance_by_the_weights_of_w_relative_to_equal_wei
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks_for_spawned_processes")
 def test_a_speed_is_measured_once(runner):
-    found = runner.run(Run("speed-characters"))
-    assert min(found["metrics"]["speed_turns"]) <= found["metrics"]["speed_ratio"] + 1e-4
-    assert found["metrics"]["memory_ratio"] == found["metrics"]["bytes_ours"] / found["metrics"]["bytes_peer"]
-    runner.add(found)
+    actual = runner.run(Run("speed-characters"))
+    assert min(actual["metrics"]["speed_turns"]) <= actual["metrics"]["speed_ratio"] + 1e-4
+    assert actual["metrics"]["memory_ratio"] == actual["metrics"]["bytes_ours"] / actual["metrics"]["bytes_peer"]
+    runner.add(actual)
     assert list(runner.left(["speed-characters"], 5)) == []
 
 
@@ -210,8 +210,8 @@ def test_models_for_associative_recall_train_and_a_sequence_has_each_key_twice(r
     for row, right in zip(tokens.tolist(), values.tolist()):
         pairs = dict(zip(row[:8:2], row[1:8:2]))
         assert len(pairs) == 4 and [pairs[key] for key in row[8:]] == right
-    found = runner.run(Run("recall-aft-conv-4", 0, 1e-3))
-    assert 0 <= found["metrics"]["test"] < 0.5 and found["losses"]
+    actual = runner.run(Run("recall-aft-conv-4", 0, 1e-3))
+    assert 0 <= actual["metrics"]["test"] < 0.5 and actual["losses"]
 
 
 def test_a_device_that_is_not_there_is_an_error(monkeypatch):

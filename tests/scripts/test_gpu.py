@@ -144,8 +144,8 @@ from scripts.count_launches import Text, of_layer
 for name in ("local", "alibi"):
     print(of_layer(Text(name, 64, width=32), "auto", "decoding")["triton"])
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert found.stdout.split() == ["2", "1"], found.stderr  # of `local`, one makes w
+    actual = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert actual.stdout.split() == ["2", "1"], actual.stderr  # of `local`, one makes w
 
 
 @pytest.mark.slow
@@ -160,8 +160,8 @@ def variants(length):
     return {variant for text in texts for variant in compile_kernels.launched(text)}
 assert variants(4096) == variants(4004)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert found.returncode == 0, found.stderr
+    actual = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert actual.returncode == 0, actual.stderr
 
 
 def test_rows_have_names_of_their_own_and_the_first_ones_are_of_every_kind():

@@ -204,12 +204,12 @@ def outcome(
     output.loss.backward()
     mask = given.get("attention_mask", torch.ones(1, 1)).bool()[..., None]
     states = (output.hidden_states[-1] if of_images else output.logits * mask).detach()
-    found = {"states": states, "inputs": x.grad}
+    actual = {"states": states, "inputs": x.grad}
     if group is not None:
-        found = {"states": whole(states, group), "inputs": whole(x.grad, group, 1 + of_images) / group.size()}
+        actual = {"states": whole(states, group), "inputs": whole(x.grad, group, 1 + of_images) / group.size()}
     if of_images:  # every process has the logits of the whole image
-        found["logits"] = output.logits.detach()
-    return found | {"loss": output.loss.detach()} | averaged_gradients(model, group)
+        actual["logits"] = output.logits.detach()
+    return actual | {"loss": output.loss.detach()} | averaged_gradients(model, group)
 
 
 def outcome_of_large_keys(case: str, group: Any = None) -> dict[str, torch.Tensor]:
@@ -314,12 +314,12 @@ def generated(aft_type: str, kind: str, group: Any = None) -> torch.Tensor:
         cache = model(**given, use_cache=True).cache
     assert cache.get_seq_length() == labels.shape[1]
     mask = inputs.get("attention_mask", torch.ones_like(labels))
-    found = []
+    actual = []
     for length in (1, 4, 1, 1):
         tokens = labels[:, :length].clamp_min(0)
         mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        found.append(model(tokens, attention_mask=mask, cache=cache, use_cache=True).logits)
-    return torch.cat(found, 1)
+        actual.append(model(tokens, attention_mask=mask, cache=cache, use_cache=True).logits)
+    return torch.cat(actual, 1)
 
 
 TOKENS, IMAGES = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 3, 2 * PATCH, 3 * PATCH)
@@ -414,113 +414,113 @@ def compute(directory: Path) -> None:
     """Compute in each process all results that the tests compare."""
     distributed.init_process_group("gloo")
     group, rank = distributed.group.WORLD, distributed.get_rank()
-    found: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
+    actual: dict[str, Any] = {name: outcome(*case(), group) for name, case in CASES.items()}
     pairs = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     cuts = [case() for case in CUTS]
-    found["cuts"] = [outcome(model, inputs, pairs[rank // 2], lengths) for model, inputs, lengths in cuts]
-    found["another model"] = loss_of_another_model(group)
-    found["hostile"] = {name: outcome_of_large_keys(name, group) for name in HOSTILE}
-    found["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in HOSTILE for length in (51, 300)}
-    found["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
-    found["feature map"] = feature_map(group)
-    found["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
-    found["bfloat16"] = logits_in_bfloat16(group)
-    found["empty"] = within(group, build_model("local"), TOKENS[:0]).logits.detach()
-    found["no images"] = within(group, image()[0], IMAGES[:0]).logits.detach()
-    found["outside"] = error_of(partial(local_shard, TOKENS), pairs[1 - rank // 2])
-    found["errors"] = {name: error_of(call, group) for name, call in (WRONG | WRONG_IN_ALL).items()}
-    torch.save(found, directory / f"{rank}.pt")
+    actual["cuts"] = [outcome(model, inputs, pairs[rank // 2], lengths) for model, inputs, lengths in cuts]
+    actual["another model"] = loss_of_another_model(group)
+    actual["hostile"] = {name: outcome_of_large_keys(name, group) for name in HOSTILE}
+    actual["bytes"] = {(t, length): bytes_of_a_layer(t, length, group) for t in HOSTILE for length in (51, 300)}
+    actual["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
+    actual["feature map"] = feature_map(group)
+    actual["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
+    actual["bfloat16"] = logits_in_bfloat16(group)
+    actual["empty"] = within(group, build_model("local"), TOKENS[:0]).logits.detach()
+    actual["no images"] = within(group, image()[0], IMAGES[:0]).logits.detach()
+    actual["outside"] = error_of(partial(local_shard, TOKENS), pairs[1 - rank // 2])
+    actual["errors"] = {name: error_of(call, group) for name, call in (WRONG | WRONG_IN_ALL).items()}
+    torch.save(actual, directory / f"{rank}.pt")
     distributed.barrier()  # no process leaves while another is still receiving
     distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[dict[str, Any]]:
+def actual(tmp_path_factory) -> list[dict[str, Any]]:
     """The results of each of 4 processes."""
     directory = tmp_path_factory.mktemp("shards")
     assert finish(launch(compute, (directory,), 4)) == [0] * 4
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
-def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
-        error = float((found[name] - wanted).abs().max())
+        error = float((actual[name] - wanted).abs().max())
         assert error <= bound * max(1.0, float(wanted.abs().max())), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shards_have_the_outputs_the_loss_and_the_gradients_of_the_whole(found, case):
+def test_shards_have_the_outputs_the_loss_and_the_gradients_of_the_whole(actual, case):
     expected = outcome(*CASES[case]())
-    for process in found:
+    for process in actual:
         assert_near(process[case], expected, 1e-5)  # sums over tokens in another order
 
 
 @pytest.mark.parametrize("index", range(len(CUTS)))
-def test_padding_and_documents_may_lie_anywhere_at_a_cut(found, index):
+def test_padding_and_documents_may_lie_anywhere_at_a_cut(actual, index):
     expected = outcome(*CUTS[index]()[:2])
-    for process in found:
+    for process in actual:
         assert_near(process["cuts"][index], expected, 1e-5)
 
 
-def test_another_model_takes_whole_sequences_within_the_context(found):
+def test_another_model_takes_whole_sequences_within_the_context(actual):
     model, inputs = text("local")
-    assert all(process["another model"] == model(**inputs).loss for process in found)
+    assert all(process["another model"] == model(**inputs).loss for process in actual)
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_shards_of_large_keys_are_as_exact_as_float32_knows_them(found, case):
+def test_shards_of_large_keys_are_as_exact_as_float32_knows_them(actual, case):
     exact, bound = exact_outcome(case)
-    for result in [outcome_of_large_keys(case), *(process["hostile"][case] for process in found)]:
+    for result in [outcome_of_large_keys(case), *(process["hostile"][case] for process in actual)]:
         assert_near(result, exact, bound)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(found, kind):
+def test_a_layer_sends_one_state_and_one_window_each_way_whatever_the_length(actual, kind):
     width, keys = 16, 2 if kind in ("conv", "images") else 16
     of_images = 1 + (kind == "images")  # sums and their gradients go upwards and downwards
     state = 4 * (width + 2 * keys)
     window = {"local": WINDOW - 1, "conv": WINDOW - 1, "images": 2 * 3 * (KERNEL // 2)}.get(kind, 0)
-    for rank, process in enumerate(found):
+    for rank, process in enumerate(actual):
         short, long = (process["bytes"][kind, length] for length in (51, 300))
         assert short == long
         assert long["all_gather"] == 2 * of_images * state  # sums in the forward pass, gradients in the backward pass
         # The last process sends keys and values to no other process, the first one sends gradients to none.
-        sent = (rank < len(found) - 1) + (rank > 0)
+        sent = (rank < len(actual) - 1) + (rank > 0)
         assert long.get("all_to_all_single", 0) == sent * 4 * (width + keys) * window
         assert "all_reduce" not in long
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_in_shards_leaves_the_state_of_generation_in_every_process(found, prompt):
+def test_a_prompt_in_shards_leaves_the_state_of_generation_in_every_process(actual, prompt):
     expected = generated(*prompt)
-    for process in found:
+    for process in actual:
         torch.testing.assert_close(process["generated"][prompt], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_backbones_and_bidirectional_mixers_of_sequences_take_shards(found):
+def test_backbones_and_bidirectional_mixers_of_sequences_take_shards(actual):
     sequences, expected = {name: sequence_seen_from_both_sides(name) for name in MIXERS}, feature_map()
-    for process in found:
+    for process in actual:
         torch.testing.assert_close(process["feature map"], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(process["sequences"], sequences, rtol=1e-5, atol=1e-5)
 
 
-def test_all_processes_have_the_same_logits_of_images_in_bfloat16(found):
-    assert all(torch.equal(process["bfloat16"], found[0]["bfloat16"]) for process in found)
+def test_all_processes_have_the_same_logits_of_images_in_bfloat16(actual):
+    assert all(torch.equal(process["bfloat16"], actual[0]["bfloat16"]) for process in actual)
     model, inputs = image()
     expected = model(inputs["pixel_values"]).logits
-    torch.testing.assert_close(found[0]["bfloat16"].float(), expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(actual[0]["bfloat16"].float(), expected, rtol=0.1, atol=0.1)
 
 
-def test_a_batch_of_no_rows_has_no_logits_and_a_process_outside_of_the_group_no_shard(found):
-    for process in found:
+def test_a_batch_of_no_rows_has_no_logits_and_a_process_outside_of_the_group_no_shard(actual):
+    for process in actual:
         assert process["empty"].shape == (0, 8, 16) and process["no images"].shape == (0, 5)
         assert process["outside"] == "this process is not in the group of the shards"
 
 
 @pytest.mark.parametrize("message", WRONG | WRONG_IN_ALL)
-def test_what_a_shard_cannot_have_is_an_error_in_every_process_that_sees_it(found, message):
-    seen = [message in process["errors"][message] for process in found]
+def test_what_a_shard_cannot_have_is_an_error_in_every_process_that_sees_it(actual, message):
+    seen = [message in process["errors"][message] for process in actual]
     assert all(seen) if message in WRONG_IN_ALL else any(seen)
 
 
@@ -570,8 +570,8 @@ def step_with_accelerate(directory: Path) -> None:
         loss = model(input_ids=shard, labels=shard, use_cache=False).loss
     accelerator.backward(loss)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    found = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
-    torch.save(found, directory / f"{accelerator.process_index}.pt")
+    actual = {"batch": batch, "loss": accelerator.reduce(loss.detach(), "mean")} | gradients
+    torch.save(actual, directory / f"{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()  # no process leaves while another is still receiving
     accelerator.end_training()
 
@@ -582,11 +582,11 @@ def test_a_loop_on_accelerate_takes_the_shards_of_its_mesh(tmp_path):
     loss = model(input_ids=rows, labels=rows, use_cache=False).loss
     loss.backward()
     for rank in range(4):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        torch.testing.assert_close(found["batch"], rows[:2] if rank < 2 else rows[2:])
-        torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-5, atol=1e-5)
+        actual = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(actual["batch"], rows[:2] if rank < 2 else rows[2:])
+        torch.testing.assert_close(actual["loss"], loss.detach(), rtol=1e-5, atol=1e-5)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------- training

@@ -134,9 +134,9 @@ def test_the_base_of_a_recipe_is_a_name_that_a_file_can_have(recipe):
 
 def test_the_home_directory_may_be_written_as_a_tilde(recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    found = load_recipe(recipe, ["output_dir=~/run", "data.train=~/text", "model.pretrained=~/model"])
-    assert (found.output_dir, found.data.train) == ("/home/me/run", "/home/me/text")
-    assert found.model == {"pretrained": "/home/me/model"}
+    actual = load_recipe(recipe, ["output_dir=~/run", "data.train=~/text", "model.pretrained=~/model"])
+    assert (actual.output_dir, actual.data.train) == ("/home/me/run", "/home/me/text")
+    assert actual.model == {"pretrained": "/home/me/model"}
 
 
 def test_a_missing_key_is_named():

@@ -399,9 +399,9 @@ def test_a_model_of_tokens_has_bits_per_token_and_per_byte_and_is_resumed(tmp_pa
     assert model.config.vocab_size == len(tokenizer) and model.config.eos_token_id == tokenizer.eos_token_id
     size = len(TEXT.encode())
     test = TEXT.encode()[size * 95 // 100 :].decode(errors="ignore")
-    found = evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": [test]}), block_size=8)
+    actual = evaluate_language_model(model, tokenizer, Dataset.from_dict({"text": [test]}), block_size=8)
     assert results["metrics"]["test"] == pytest.approx(
-        {name: found[name] for name in ("bits_per_token", "bits_per_byte")}, rel=1e-5
+        {name: actual[name] for name in ("bits_per_token", "bits_per_byte")}, rel=1e-5
     )
     other = tmp_path / "other"
     bpe_tokenizer(TEXT).save_pretrained(other)

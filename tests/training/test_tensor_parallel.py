@@ -32,12 +32,12 @@ def sharded_gradients(directory: Path) -> None:
 
 def logits_and_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with torch.no_grad():
-        found = {"logits": model.eval()(TOKENS).logits}
+        actual = {"logits": model.eval()(TOKENS).logits}
     loss = model.train()(TOKENS, labels=TOKENS).loss
     loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in gradients.items()}
-    return found | {"loss": loss.detach()} | whole
+    return actual | {"loss": loss.detach()} | whole
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_two_processes_share_mlps_and_mixers_and_have_the_outputs_and_gradients_
     assert finish(launch(sharded_gradients, (tmp_path,), 2)) == [0, 0]
     expected = logits_and_gradients(model)
     for rank in (0, 1):
-        found, shares = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        actual, shares = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
         assert shares["mlp"] < 0.6
         assert shares["mixer"] < 0.7 if mixers else shares["mixer"] == 1

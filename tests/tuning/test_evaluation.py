@@ -112,14 +112,14 @@ def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images
     model, processor = classifier(), processor_for(16)
     expected = metrics_by_hand(model, processor, images)
     for batch_size in (1, 4, 64):
-        found = evaluate_classifier(model, processor, images, batch_size=batch_size)
-        assert found == pytest.approx(expected, rel=1e-4)
+        actual = evaluate_classifier(model, processor, images, batch_size=batch_size)
+        assert actual == pytest.approx(expected, rel=1e-4)
     # As in a model fine-tuned at a larger size: kernels of the size that the processor makes are not resized.
-    expected, found = (
+    expected, actual = (
         evaluate(model, processor_for(24), images, **options)
         for evaluate, options in ((metrics_by_hand, {}), (evaluate_classifier, {"image_size": (24, 24)}))
     )
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert actual == pytest.approx(expected, rel=1e-4)
     assert evaluate_classifier(model.to(torch.bfloat16), processor, images).keys() == expected.keys()
 
 
@@ -127,12 +127,12 @@ def test_accuracy_and_loss_count_every_image_once_whatever_the_batch_size(images
 def test_images_of_another_size_go_through_models_that_can_take_them(images, aft):
     model, processor = classifier(aft), processor_for(16)
     larger = processor_for(24, 32)
-    found = evaluate_classifier(model, processor, images, image_size=(24, 32))
+    actual = evaluate_classifier(model, processor, images, image_size=(24, 32))
     if aft:  # the model itself is unchanged
         assert model.config.image_size == 16
         adapt_to_image_size(model, (24, 32))
     expected = metrics_by_hand(model, larger, images, **({} if aft else {"interpolate_pos_encoding": True}))
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
@@ -142,8 +142,8 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
     larger = processor_for(24)
     expected = metrics_by_hand(model, larger, images)
     with CaptureLogger(logger) as captured:
-        found = evaluate_classifier(model, processor, images, image_size=(24, 24))
-    assert found == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
+        actual = evaluate_classifier(model, processor, images, image_size=(24, 24))
+    assert actual == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
 
 
 @pytest.mark.parametrize("stretch_kernels", [False, True])
@@ -151,14 +151,14 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
 def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kernels, enlarge_patches):
     model, processor = classifier(), processor_for(16)
     options = {"stretch_kernels": stretch_kernels, "enlarge_patches": enlarge_patches}
-    found = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
+    actual = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
     if not (stretch_kernels and enlarge_patches):
-        assert found != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
+        assert actual != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
     adapt_to_image_size(model, 24, **options)
     kept = model.config.kernel_size, model.config.patch_size
     assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
     larger = processor_for(24)
-    assert found == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
+    assert actual == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 
 
 def test_classes_are_matched_by_name_where_the_model_knows_the_names(images):
@@ -308,9 +308,9 @@ def evaluate(run_command, tmp_path, images):
         assert "Traceback" not in done.stderr and "\r" not in done.stderr  # a log has no progress bars
         if done.returncode:
             return done, {}
-        found = json.loads((tmp_path / "metrics.out").read_text())
-        assert found.pop("weights") == weights_digest(tmp_path)
-        return done, found
+        actual = json.loads((tmp_path / "metrics.out").read_text())
+        assert actual.pop("weights") == weights_digest(tmp_path)
+        return done, actual
 
     return evaluate
 

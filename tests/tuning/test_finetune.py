@@ -141,21 +141,21 @@ def test_declared_names_of_classes_replace_those_of_the_model(names, tmp_path):
     model = save_classifier(tmp_path / "before", id2label={0: "red", 1: "blue"}, label2id={"red": 0, "blue": 1})
     rows = parquet(tmp_path / "numbers.parquet", [0, 1] * 4, ClassLabel(names=names))
     start(model, tmp_path / "after", "--do_train", "--train", rows, "--max_steps", 1, "--validation_share", 0)
-    found = AutoModelForImageClassification.from_pretrained(tmp_path / "after").config.id2label
-    assert found == dict(enumerate(names))
+    actual = AutoModelForImageClassification.from_pretrained(tmp_path / "after").config.id2label
+    assert actual == dict(enumerate(names))
 
 
 def test_an_evaluation_alone_uses_the_classes_of_the_model(classifier, images, tmp_path):
     names = {0: "red", 1: "green", 2: "blue"}  # the images are red and blue
     labels = {name: number for number, name in names.items()}
     model = save_classifier(tmp_path / "model", id2label=names, label2id=labels, output_hidden_states=True)
-    found = start(model, tmp_path / "out", "--do_eval", "--validation", images)
+    actual = start(model, tmp_path / "out", "--do_eval", "--validation", images)
     expected = evaluate_classifier(
         AutoModelForImageClassification.from_pretrained(model),
         ViTImageProcessorPil.from_pretrained(model),
         loading.load_local(images),
     )
-    assert found["eval_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert actual["eval_loss"] == pytest.approx(expected["loss"], rel=1e-5)
     with pytest.raises(
         ValueError, match=r"are not among the 2 of the model: .*give data with the model's classes \(.*'cat'"
     ):
@@ -264,8 +264,8 @@ def test_the_best_checkpoint_of_a_vit_is_loaded_at_the_end(vit, images, tmp_path
     start(vit, tmp_path, *options, "--greater_is_better", "true")  # the first checkpoint, before the model has learned
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert state["best_global_step"] < state["global_step"]
-    found, best = (load_file(path / "model.safetensors") for path in (tmp_path, Path(state["best_model_checkpoint"])))
-    assert found.keys() == best.keys() and all(torch.equal(found[name], best[name]) for name in best)
+    actual, best = (load_file(path / "model.safetensors") for path in (tmp_path, Path(state["best_model_checkpoint"])))
+    assert actual.keys() == best.keys() and all(torch.equal(actual[name], best[name]) for name in best)
 
 
 def test_a_second_run_in_the_same_directory_is_refused(classifier, images, tmp_path):

@@ -165,7 +165,7 @@ def student_losses(
     """
     outputs = student(pixel_values=pixels, output_hidden_states=True)
     pairs = zip(outputs.hidden_states, states)
-    errors = [mse_loss(found.float(), x.float()) / x.float().var().clamp_min(1e-12) for found, x in pairs]
+    errors = [mse_loss(y.float(), x.float()) / x.float().var().clamp_min(1e-12) for y, x in pairs]
     log_p, log_q = (log_softmax(each.float(), -1) for each in (logits, outputs.logits))
     divergence = kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     agreement = (outputs.logits.argmax(-1) == logits.argmax(-1)).float().mean()

@@ -66,9 +66,9 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
     if README not in {**files, **new}:
         return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
     text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
-    found = [f"{README}: {problem}" for problem in card_problems(text, directory)]
-    hint = [f"delete {README} to have it generated"] if found and README not in new and is_generated(text) else []
-    return problems + found + hint
+    of_card = [f"{README}: {problem}" for problem in card_problems(text, directory)]
+    hint = [f"delete {README} to have it generated"] if of_card and README not in new and is_generated(text) else []
+    return problems + of_card + hint
 
 
 def _file_problems(path: Path) -> Iterator[str]:

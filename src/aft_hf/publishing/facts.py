@@ -132,8 +132,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def section(values: dict[str, Any], key: str) -> dict[str, Any]:
     """Return an object in an object. It is empty if there is none: other programs write other files."""
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
+    part = values.get(key)
+    return part if isinstance(part, dict) else {}
 
 
 def pixel_side(results: dict[str, Any], config: AFTConfig) -> int:

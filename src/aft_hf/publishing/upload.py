@@ -133,8 +133,8 @@ def publish(
         console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
     with _explained(lambda: f"committed to {url}, but not verified; run the command again to verify it"):
         # For weights, the checksum is that which the Hub recorded at the upload, not of the bytes that it would send.
-        found = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
-        differing = {each["path"] for each in found.mismatches} | {*found.extra_paths}  # also other files
+        report = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
+        differing = {each["path"] for each in report.mismatches} | {*report.extra_paths}  # also other files
         if wrong := sorted(files.keys() & differing):
             raise PublishError(f"{wrong[0]} on the Hub is missing or differs from the local file")
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
@@ -187,13 +187,13 @@ def _outcome(api: HfApi, repo_id: str, before: ModelInfo) -> str:
 
 def _reason(error: BaseException) -> str:
     """Describe an error in one line: what the Hub answered, or why it could not be asked, and what to do."""
-    told = described(error) if isinstance(error, ValueError) else f"{described(error)}; run the command again"
+    words = described(error) if isinstance(error, ValueError) else f"{described(error)}; run the command again"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, HfHubHTTPError):
             # A repository that does not exist may be hidden.
             status = 401 if isinstance(cause, RepositoryNotFoundError) else cause.response.status_code
             said = shortened(cause.server_message or cause.response.reason_phrase)
-            told = f"the Hub answered {status} {said}; {HINTS.get(status, 'run the command again')}"
+            words = f"the Hub answered {status} {said}; {HINTS.get(status, 'run the command again')}"
         cause = cause.__cause__
-    return told
+    return words

@@ -142,13 +142,13 @@ def evaluate_classifier(
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
     resizes = image_size is not None and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if resizes else {}
-    found = []
+    outputs = []
     model.eval()
     loader = DataLoader(RowSamples(dataset, pipeline), batch_size)
     for batch in tqdm(loader, desc="images", unit="batch", disable=None):
         pixels = batch["pixel_values"].to(model.device, model.dtype)
-        found.append((model(pixel_values=pixels, **options).logits.float().cpu(), batch["labels"]))
-    return accuracy_and_loss(*map(torch.cat, zip(*found)))
+        outputs.append((model(pixel_values=pixels, **options).logits.float().cpu(), batch["labels"]))
+    return accuracy_and_loss(*map(torch.cat, zip(*outputs)))
 
 
 def _adapted(model: PreTrainedModel, image_size: tuple[int, int], **options: bool) -> PreTrainedModel:
@@ -198,7 +198,7 @@ def evaluate_language_model(
         raise ValueError(f"the text has {len(tokens)} tokens: give at least 2, since the first is not predicted")
     if changed:
         logger.warning(f"the tokenizer changes {changed} of {len(dataset)} texts, {LOSSY}")
-    found = []
+    scores = []
     model.eval()
     with TemporaryDirectory() as folder:
         np.asarray(tokens, dtype=TOKEN_DTYPE).tofile(path := Path(folder, "tokens"))
@@ -207,8 +207,8 @@ def evaluate_language_model(
             inputs, labels = batch["input_ids"].to(model.device), batch["labels"].to(model.device)
             logits = model(input_ids=inputs, use_cache=False).logits.float().transpose(1, 2)
             losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
-            found.append((losses.double().sum(1).cpu(), (batch["labels"] != IGNORED).sum(1, keepdim=True)))
-    nats, counts = map(torch.cat, zip(*found))
+            scores.append((losses.double().sum(1).cpu(), (batch["labels"] != IGNORED).sum(1, keepdim=True)))
+    nats, counts = map(torch.cat, zip(*scores))
     bits = code_length(nats, counts, ["token"])["bits_per_token"]
     perplexity = torch.tensor(bits).exp2().item()  # infinite for a diverged model
     return {"bits_per_byte": bits * len(tokens) / num_bytes, "bits_per_token": bits, "perplexity": perplexity}

@@ -255,8 +255,8 @@ def _checkpoint(arguments: TrainingArguments) -> Path | None:
         return Path(wanted)
     # The state is written last: a checkpoint without it is incomplete, as the run was stopped while writing.
     states = Path(str(arguments.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    found = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
-    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    checkpoints = [state.parent for state in states if state.parent.name.rpartition("-")[2].isdecimal()]
+    newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     if wanted.lower() == "true" or newest is None:
         return newest
     logger.warning(
