@@ -127,7 +127,7 @@ def measure_all(file: Path, cases: list[Case], options: Path | None, seconds: fl
             break
         cases = remaining(file, cases)
         print(f"{cases[0].name}: failed" if cases else "the process of the rows failed", flush=True)
-        cases = cases[1:]
+        cases = cases[1:] if time.monotonic() < end else []
 
 
 def measure(file: Path, cases: list[Case], options: Path | None, seconds: float, turns: int) -> None:
@@ -136,8 +136,6 @@ def measure(file: Path, cases: list[Case], options: Path | None, seconds: float,
     if options is not None and options.exists():
         for kernel, entries in json.loads(options.read_text()).items():
             OPTIONS[kernel] |= entries
-    if not provides("causal", "cuda" if ON_GPU else "cpu"):
-        raise RuntimeError("the Triton kernels are off: unset AFT_HF_TRITON, and check that Triton is installed")
     records = {record["case"]: record for record in read_records(file)}
     for case in cases:
         if time.monotonic() > end:
@@ -173,6 +171,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the other processes too
     arguments.out.mkdir(parents=True, exist_ok=True)
     passed = arguments.tests == 0 or test(arguments.out / "tests.log", arguments.tests)
+    if not provides("causal", "cuda" if ON_GPU else "cpu"):
+        print("the Triton kernels are off: unset AFT_HF_TRITON, and check that Triton is installed", file=sys.stderr)
+        return 1
     options = arguments.out / "options.json" if arguments.tuning else None
     if options is not None and not in_process(
         find_best_options, options, arguments.tuning, arguments.jobs, seconds=2 * arguments.tuning

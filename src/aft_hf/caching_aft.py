@@ -114,7 +114,7 @@ class AFTLayerState(CacheLayerMixin):
             if self.is_compileable:
                 self.cumulative_length = torch.zeros((), dtype=torch.long, device=self.device)
         self.is_initialized = True
-        self.padded = self.is_compileable  # so that one compiled program serves rows with and without padding
+        self.padded = self.is_compileable  # one compiled program serves rows with and without padding
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in (*self._tensors().values(), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
@@ -229,7 +229,7 @@ class AFTLayerState(CacheLayerMixin):
 
     def record(self, problem: Mixing) -> Mixing:
         """Add the keys of new tokens to the history, and return the problem of all tokens so far, before `mix`."""
-        if self.cumulative_length != (0 if self.history is None else self.history.shape[1]):
+        if not self.is_empty and self.history is None:
             raise ValueError(
                 "output_attentions needs all keys, but this cache holds only their sums: set it from the first call on"
             )

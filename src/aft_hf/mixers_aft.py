@@ -91,7 +91,7 @@ class AFTMixer(nn.Module):
 
     def train(self, mode: bool = True) -> "AFTMixer":
         super().train(mode)
-        # Loading a model calls this function, while values can be read.
+        # Called when a model is loaded, while values can be read.
         parameter = next(self.parameters(recurse=False), None)
         plain = type(parameter) is nn.Parameter and parameter.device.type != "meta"
         self.is_wide = not mode and plain and self.spans(LARGEST_SPAN)
@@ -187,6 +187,8 @@ class AFTMixer(nn.Module):
             problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
             if output_attentions:
                 attentions, context = _attentions(problem if state is None else state.record(problem), gate, queries)
+            elif state is not None:
+                state.history = None  # it would lack these keys
             if context is None or state is not None:
                 mixed = self.mix(problem, state)
                 if context is None:  # else gradients reach the attention

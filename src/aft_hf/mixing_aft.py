@@ -398,9 +398,9 @@ def _pairwise(problem: Mixing) -> Tensor:
 
 def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
     """Compute packed documents as rows of their own, those of about the same length in one batch."""
-    if torch.compiler.is_compiling():
-        return _pairwise(problem)
     seen: Any = problem.visibility
+    if seen.longest is None or torch.compiler.is_compiling():
+        return _pairwise(problem)
     value = problem.value
     context = value.new_zeros(value.shape[0] * value.shape[1] + 1, value.shape[2])
     for index in seen.rows:

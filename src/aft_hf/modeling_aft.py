@@ -208,7 +208,7 @@ class AFTLayer(GradientCheckpointingLayer):
             output_attentions=bool(kwargs.get("output_attentions")),
         )
         hidden_states = self._add(hidden_states, branch[0] if isinstance(branch, tuple) else branch)
-        del branch  # frees memory before the MLP, where its use peaks
+        del branch  # before the MLP, where memory use peaks
         return self._add(hidden_states, self.mlp(self.layernorm_after(hidden_states)))
 
     def _add(self, hidden_states: Tensor, branch: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ class AFTModel(AFTPreTrainedModel):
         kwargs["grid_size"] = grid_size
         if attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]:
             attention_mask, kwargs["visibility"] = None, Visibility.of(attention_mask)
-        for layer in self.layers:  # not in a function, whose caller would keep the embeddings in memory
+        for layer in self.layers:  # not in a function: its caller would keep the embeddings
             hidden_states = layer(hidden_states, attention_mask, **kwargs)
         hidden_states = self.layernorm(hidden_states)
         pooled = hidden_states[:, 0] if self.pools_cls_token else hidden_states[:, self.num_cls_tokens :].mean(1)
@@ -422,7 +422,7 @@ class AFTModel(AFTPreTrainedModel):
             return None
         device, layers = self.layernorm.weight.device, cast(Any, zip(self.layers, self._mixers))
         layers = [layer for layer, mixer in layers if hasattr(mixer, "kernel")]
-        # Hooks of FSDP are on layers, others on mixers; checkpoints of layers need inputs.
+        # FSDP has hooks on layers, others have hooks on mixers.
         parts = [(x.mixer if type(x) is AFTLayer else x)(None).to(device) for x in layers]
         return torch.stack(parts).sum() if parts else None
 

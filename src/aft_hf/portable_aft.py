@@ -85,7 +85,7 @@ FARTHER = 8.0
 # Where values cannot be read, biases are raised to the largest one of their row minus this.
 LARGEST_SPAN = 65.0
 
-# Maximum number of logits at once.
+# Logits at once.
 LOGITS_AT_ONCE = 2**22
 
 # Triangles of at most this many positions are one block.

@@ -92,6 +92,9 @@ def test_numbers_are_matched_with_a_model_whose_classes_are_numbers_only_by_name
     assert match_classes(dataset([10, 2]), "label", sorted_as_text) == {10: 1, 2: 2}
     assert match_classes(dataset([3, 1]), "label", ["002", "001", "003"]) == {3: 2, 1: 1}
     assert match_classes(dataset(["LABEL_1"]), "label", ["0", "1"]) == {"LABEL_1": 1}
+    in_order_of_text, names = sorted(map(str, range(11))), [chr(ord("a") + i) for i in range(11)]
+    named = match_classes(dataset([2, 10], ClassLabel(names=names)), "label", in_order_of_text)
+    assert named == match_classes(dataset([2, 10]), "label", in_order_of_text) == {2: 3, 10: 2}
 
 
 def test_labels_are_numbered_by_name():
@@ -179,6 +182,7 @@ def test_the_margin_that_a_centre_crop_cuts_off_keeps_its_share(size, expected):
 def test_a_processor_that_resizes_no_images_resizes_them_to_another_size():
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, do_resize=False)
     assert not resized_processor(processor, (8, 8)).do_resize
+    assert resized_processor(ViTImageProcessorPil(do_resize=None), (6, 10)).do_resize
     assert pixels_of(resized_processor(processor, (6, 10))).shape == (3, 6, 10)
 
 

@@ -58,6 +58,7 @@ def test_one_of_two_alternatives_replaces_the_other(recipe):
     assert load_recipe(recipe, ["epochs=7"], smoke=True).steps is None
     given = ["task=bytes", "data={dataset: wiki, dataset_config: small, text_column: content}"]
     assert load_recipe(recipe, [*given, "data.train=x"]).data.model_dump(exclude_unset=True) == {"train": "x"}
+    assert load_recipe(recipe, [*given, "data={train: x, dataset: null}"]).data.text_column == "text"
     kept = load_recipe(recipe, [*given, "data.dataset=other"]).data
     assert (kept.dataset, kept.dataset_config, kept.text_column) == ("other", "small", "content")
     # The sizes in the file describe another model; those beside `pretrained` are wanted.

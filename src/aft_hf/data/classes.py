@@ -53,21 +53,26 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     require_a_class("the model", student)
     theirs, ours = model_classes(teacher), model_classes(student)
     both = f"the teacher has the {len(theirs)} classes {shown(theirs)}, the model {len(ours)}: {shown(ours)}"
-    numbers = list(range(len(ours)))
     if theirs == ours:
-        return numbers
+        return list(range(len(ours)))
     known, wanted = (list[Any](labels if are_names(labels) else map(number_of, labels)) for labels in (theirs, ours))
     if sorted(known) == sorted(wanted) and len({*known}) == len(known):
         return [known.index(label) for label in wanted]
     if len(theirs) != len(ours) or are_names(theirs) == are_names(ours):
         raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
     logger.warning(f"classes of the teacher and the model are matched by number: {both}")
-    return numbers
+    return [*map(numbers_of(theirs).index, numbers_of(ours))]
 
 
 def number_of(label: str) -> int:
     """Return the number in a label such as "007" or "LABEL_7"."""
     return int(NUMBER.sub(r"\1", label))
+
+
+def numbers_of(labels: Sequence[str]) -> list[int]:
+    """Return the number of each class: that in its label if these are all the numbers 0 .. n - 1, else its place."""
+    places, numbers = [*range(len(labels))], [] if are_names(labels) else [*map(number_of, labels)]
+    return numbers if sorted(numbers) == places else places
 
 
 def by_number(labels: Sequence[str], numbers: Sequence[int]) -> list[str]:

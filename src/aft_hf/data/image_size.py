@@ -29,5 +29,5 @@ def resized_processor(processor: BaseImageProcessor, size: tuple[int, int]) -> B
         resized.crop_size = {"height": height, "width": width}
     else:
         resized.size = {"height": height, "width": width}
-        resized.do_resize |= resized.to_dict() != processor.to_dict()
+        resized.do_resize = resized.do_resize or resized.to_dict() != processor.to_dict()
     return resized

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
 from ..errors import explained, shortened
-from .classes import are_names, by_number, number_of
+from .classes import are_names, by_number, number_of, numbers_of
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
 
@@ -148,8 +148,11 @@ def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dic
     if len(given) > len(of_model) and (are_names(given) or are_names(of_model)):
         raise ValueError(_both(given, of_model))
     _warn_of_numbers(given, of_model)
-    numbers = [*range(len(of_model))] if are_names(of_model) else [*map(number_of, of_model)]
-    return class_numbers(dataset, column, given if are_names(given) else by_number(given, numbers))
+    if are_names(given):
+        given = [*given, *[""] * (len(of_model) - len(given))]
+        return class_numbers(dataset, column, [given[number] for number in numbers_of(of_model)])
+    numbers = numbers_of(of_model) if are_names(of_model) else [*map(number_of, of_model)]
+    return class_numbers(dataset, column, by_number(given, numbers))
 
 
 def _both(given: Sequence[str], of_model: Sequence[str]) -> str:

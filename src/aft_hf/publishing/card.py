@@ -143,7 +143,12 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
 
 def is_generated(text: str) -> bool:
     """Return whether a program wrote a card, and nobody removed its line from it or filled in its template."""
-    unfilled = ModelCard.from_template(ModelCardData(), model_description=DESCRIPTION).text
+    data: Any
+    try:
+        data = ModelCard(text.removeprefix("\ufeff")).data  # the template repeats some of them
+    except Exception:  # as in `card_problems`
+        data = ModelCardData()
+    unfilled = ModelCard.from_template(data, model_description=DESCRIPTION).text
     written, template = ({*filter(None, map(str.strip, each.splitlines()))} for each in (body_of(text), unfilled))
     return any(mark in text for mark in GENERATED) or {TEMPLATE_TITLE} <= written <= template
 

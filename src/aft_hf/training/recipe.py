@@ -440,8 +440,8 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
     for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-        if more.get(one) is not None and other not in more and merged.pop(other, None) and other == "dataset":
-            merged = {key: value for key, value in merged.items() if key not in OF_DATASET}
+        if more.get(one) is not None and other not in more:
+            merged.pop(other, None)
     for key, value in more.items():
         first, *rest = str(key).split(".")
         for part in reversed(rest):
@@ -450,6 +450,8 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
             there = merged.get(first)
             value = _merge(there if isinstance(there, Mapping) else {}, value)
         merged[first] = value
+    if values.get("dataset") and not merged.get("dataset"):
+        merged = {key: value for key, value in merged.items() if key in more or key not in OF_DATASET}
     return merged
 
 
