@@ -103,11 +103,12 @@ def test_a_mixer_on_a_grid_refuses_packed_documents():
 
 @pytest.mark.parametrize(("aft_type", "padded"), [("full", False), ("local", True), ("conv", False)])
 @torch.no_grad()
-def test_packed_documents_compile_as_one_graph(aft_type, padded):
+def test_packed_documents_compile_as_one_graph_also_after_texts_of_other_lengths(aft_type, padded):
     model = language_model(aft_type).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for shape in ((2, 6), (2, 7), (3, 9)):  # sizes are symbols from then on, but those of new inputs are not
+        compiled(torch.ones(shape, dtype=torch.long), use_cache=False)
     ids, mask = torch.arange(16).view(2, 8), torch.ones(2, 8, dtype=torch.long)
     mask[0, 6:] = 0
-    inputs = {"position_ids": POSITIONS} | ({"attention_mask": mask} if padded else {})
-    expected = model(ids, **inputs, use_cache=False).logits
-    compiled = torch.compile(model, fullgraph=True, backend="eager")(ids, **inputs, use_cache=False).logits
-    torch.testing.assert_close(compiled[mask == 1], expected[mask == 1])
+    inputs = {"position_ids": POSITIONS, "use_cache": False} | ({"attention_mask": mask} if padded else {})
+    torch.testing.assert_close(compiled(ids, **inputs).logits[mask == 1], model(ids, **inputs).logits[mask == 1])

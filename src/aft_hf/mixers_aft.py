@@ -182,7 +182,7 @@ class AFTMixer(nn.Module):
         device_type = query.device.type
         autocasts = device_type != "meta" and torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if autocasts else NO_CONTEXT:
-            # Positional: a decoding step is mostly the overhead of calls.
+            # Positional: a decoding step is mostly calls.
             given = key, value, self.num_heads, self.biases(query, grid_size), self.causal, queries, visibility
             problem = Mixing(*given, pair_mask, position_ids, gate if fused else None)
             if output_attentions:
@@ -243,8 +243,8 @@ class AFTMixer(nn.Module):
         if position_ids is not None:
             if self.spatial_dims == 2:
                 raise ValueError("position_ids are for sequences; an AFTConv on a grid takes positions from grid_size")
-            fits = queries == keys and position_ids.shape in ((batch, keys), (1, keys))
-            if not fits or position_ids.dtype not in (torch.int64, torch.int32):
+            fits = position_ids.shape == (batch, keys) or position_ids.shape == (1, keys)
+            if not fits or queries != keys or position_ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(
                     f"position_ids must be int64 or int32, ({batch} or 1, T) for {queries} queries and {keys} keys, "
                     f"got {tuple(position_ids.shape)} of {position_ids.dtype}"

@@ -174,7 +174,7 @@ def visibility_of(
         # The last boundary is the end of the last document. It marks an extra entry, which is dropped.
         starts = starts.index_fill(0, boundaries.long(), True)[:-1].view(batch_size, length)
     elif position_ids is not None:
-        if position_ids.shape not in ((batch_size, length), (1, length)):
+        if position_ids.shape != (batch_size, length) and position_ids.shape != (1, length):
             raise ValueError(f"position_ids must be ({batch_size} or 1, {length}), got {tuple(position_ids.shape)}")
         starts, places = (position_ids == 0).expand(batch_size, -1), torch.arange(length, device=position_ids.device)
         wrong = position_ids != places - torch.where(starts, places, 0).cummax(1).values
@@ -438,9 +438,6 @@ def with_padding(context: Tensor, seen: Visibility, order: tuple[Tensor, Tensor]
 def _moved(x: Tensor, index: Tensor) -> Tensor:
     """Return x[b, index[b, t]] at (b, t)."""
     return x.gather(1, index.unsqueeze(-1).expand_as(x))
-
-
-# -------- the reference
 
 
 def reference_mixing(problem: Mixing) -> Tensor:
