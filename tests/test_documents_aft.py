@@ -104,6 +104,7 @@ def test_a_mixer_on_a_grid_refuses_packed_documents():
 @pytest.mark.parametrize(("aft_type", "padded"), [("full", False), ("local", True), ("conv", False)])
 @torch.no_grad()
 def test_packed_documents_compile_as_one_graph_also_after_texts_of_other_lengths(aft_type, padded):
+    torch.compiler.reset()  # the programs of other tests count as recompilations
     model = language_model(aft_type).eval()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for shape in ((2, 6), (2, 7), (3, 9)):  # sizes are symbols from then on, but those of new inputs are not
