@@ -62,11 +62,12 @@ def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]
     Raises:
         ValueError: the inputs are a batch of more than one sequence or image, or an adapter changes a layer.
     """
+    mixers = _mixers(model)  # before the model runs: an adapter is an error
     states = model(**inputs, output_hidden_states=True).hidden_states
     if len(states[0]) != 1:
         raise ValueError(f"give one sequence or image, got a batch of {len(states[0])}")
     layers = cast(Any, model.base_model).layers
-    keys = [mixer.k_proj(layer.layernorm_before(x)) for layer, mixer, x in zip(layers, _mixers(model), states)]
+    keys = [mixer.k_proj(layer.layernorm_before(x)) for layer, mixer, x in zip(layers, mixers, states)]
     return [widen(each)[0].T.float().cpu() for each in keys]
 
 

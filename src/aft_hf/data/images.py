@@ -89,10 +89,9 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
             "the class of an image is the name of the folder that it is in)"
         )
     are_integers = isinstance(feature, Value) and "int" in feature.dtype
-    if are_integers and len(names) > len(
-        occurring := unique_labels(dataset, column)
-    ):  # they may be ids, or begin at 1
-        logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {len(occurring)} occur")
+    occurring = len(unique_labels(dataset, column)) if are_integers else len(names)
+    if occurring < len(names):  # the numbers may be ids, or begin at 1
+        logger.warning(f"column {column!r} has class numbers up to {len(names) - 1}, of which {occurring} occur")
     if sorted(names) == sorted(of_model):
         return [*of_model], [*of_model]
     if not are_integers or len(names) != len(of_model) or not are_names(of_model):
