@@ -108,6 +108,20 @@ def test_large_keys_are_remembered_as_they_are(model, scale):
 
 
 @torch.no_grad()
+def test_nan_in_padding_of_a_prompt_or_a_piece_is_an_average_of_0(model):
+    padding = torch.zeros(3, 24, dtype=torch.bool)
+    padding[0, :7], padding[1, 9:12], padding[2, 15:] = True, True, True
+    hidden = torch.randn(3, 24, model.config.hidden_size)
+    for layer in model.aft.layers:
+        outputs = []
+        for value in (0.0, torch.nan):
+            state, x = AFTLayerState(layer.mixer.state_window), hidden.masked_fill(padding.unsqueeze(-1), value)
+            pieces = zip(x.split([10, 1, 13], 1), padding.logical_not().split([10, 1, 13], 1))
+            outputs.append(torch.cat([layer.mixer(y, attention_mask=mask, state=state) for y, mask in pieces], 1))
+        assert_near(*reversed(outputs))
+
+
+@torch.no_grad()
 def test_a_large_key_long_ago_does_not_hide_what_alibi_sees_near():
     mixer = AFTAlibi(8, num_heads=8).eval()
     mixer.k_proj.weight.copy_(torch.eye(8))

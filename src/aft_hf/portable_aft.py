@@ -394,9 +394,13 @@ def by_head(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return key, value.masked_fill(key == -math.inf, 0.0).masked_fill(key.isnan(), math.nan)
 
 
-def finish(query: Tensor | None, average: Tensor, dtype: torch.dtype) -> Tensor:
-    """Join the heads of averages (B, h, T, c), and multiply by the gate if there is one."""
+def finish(query: Tensor | None, average: Tensor, dtype: torch.dtype, first: Tensor | None = None) -> Tensor:
+    """Join the heads of averages (B, h, T, c), and multiply by the gate if there is one; 0 before `first`."""
     context = join_heads(average)
+    if first is not None:  # in padding, the query and the gradient may be NaN
+        padding = (first > torch.arange(first.shape[1], device=first.device)).unsqueeze(-1)
+        context = context.masked_fill(padding, 0.0)
+        query = query if query is None else query.masked_fill(padding, 0.0)
     context = context if query is None else torch.sigmoid(widen(query)) * context
     return context if context.dtype == dtype else context.to(dtype)
 
@@ -418,12 +422,7 @@ def causal(
     """Compute the operator `causal`: (B, T, d)."""
     given = by_head(key, value, num_heads(bias, slopes))
     average = causal_averages(*given, bias, slopes, first, global_connectivity).average
-    if first is None:
-        return finish(query, average, value.dtype)
-    # In padding, the query and the gradient may be NaN.
-    hidden = (first > torch.arange(key.shape[1], device=key.device))[..., None]
-    query = query if query is None else query.masked_fill(hidden, 0.0)
-    return finish(query, average, value.dtype).masked_fill(hidden, 0.0)
+    return finish(query, average, value.dtype, first)
 
 
 def causal_averages(
@@ -581,8 +580,8 @@ def causal_state(
         average = sums.average.squeeze(3)
     if first is not None:
         place = (tokens - first.amin(1, keepdim=True)).clamp_min(0)[:, None, :, None]
-        average = average.take_along_dim(place, 2).masked_fill((first > tokens)[:, None, :, None], 0.0)
-    return finish(query, average, value.dtype), state
+        average = average.take_along_dim(place, 2)
+    return finish(query, average, value.dtype, first), state
 
 
 def _next_state(
