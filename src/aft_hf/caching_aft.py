@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .mixing_aft import Mixing, Visibility, causal_w, mix, mix_causal, uses_operator, with_padding, without_padding
+from .mixing_aft import Mixing, Visibility, causal_w, mix, mix_causal, uses_operator, without_padding
 from .portable_aft import EMPTY, PIECE_SIZE, by_head, finish, pairwise
 from .portable_aft import causal_state as portable_causal_state
 from .position_biases_aft import working_dtype
@@ -140,12 +140,11 @@ class AFTLayerState(CacheLayerMixin):
             raise ValueError("a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
         if not self.is_initialized:
             self.lazy_initialization(*problem.by_head())
-        order, length, moves = None, problem.length, False
+        length, restored = problem.length, None
         if seen is not None:
             count, first, self.padded = seen.real.sum(1), seen.first, True
-            moves = first is None or self.window is None
-            if moves:
-                problem, order = without_padding(problem)
+            if first is None or self.window is None:
+                problem, restored = without_padding(problem)
                 tokens = torch.arange(length, device=count.device)
                 first = torch.where(tokens < count[:, None], 0, length)
         if length == 0:
@@ -155,7 +154,7 @@ class AFTLayerState(CacheLayerMixin):
         else:
             context = self._mix_constant(problem, first, implementation)
         self.count(length, count)
-        return with_padding(context, seen, order) if moves and seen is not None else context
+        return context if restored is None else restored(context)
 
     def _mix_constant(self, problem: Mixing, first: Tensor | None, implementation: str) -> Tensor:
         """Compute and add tokens to a state of constant size."""

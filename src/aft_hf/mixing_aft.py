@@ -10,13 +10,14 @@ otherwise by the portable form (`portable_aft.py`).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from reprlib import repr as shown
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from .portable_aft import (
@@ -59,8 +60,8 @@ class Visibility:
             tokens of a document, or may do so in a traced program.
         is_packed: whether rows may hold several documents.
         longest: the length of the longest document; None in a traced program.
-        order: for rows without packed documents, if padding may lie before real tokens: two permutations (B, T), which
-            move padding behind the real tokens and back.
+        order: for rows without packed documents, (2, B, T) indices into the tokens of the batch: the real tokens of
+            each row, the last one repeated, and their places in that order.
     """
 
     real: Tensor
@@ -69,7 +70,7 @@ class Visibility:
     first: Tensor | None
     is_packed: bool
     longest: int | None
-    order: tuple[Tensor, Tensor] | None
+    order: Tensor | None
 
     is_shard = False  # True for the shards of context parallelism, which have a `mix` of their own
 
@@ -91,7 +92,8 @@ class Visibility:
             return None
         real = torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
         unknown = ~real if mask is None else (real != mask) & real
-        places = torch.arange(like.shape[1], device=like.device)
+        batch, length = like.shape
+        places = torch.arange(length, device=like.device)
         begins = (places == 0).expand_as(real) if starts is None else starts | (places == 0)
         before = real.cumsum(1) - real.long()
         position = before - torch.where(begins, before, 0).cummax(1).values
@@ -99,31 +101,32 @@ class Visibility:
         first_seen = torch.where(leads_document, places, 0).cummax(1).values
         holes = real & (places - first_seen != position)
         known = None
-        may_read = may_wait or any(x is not None and x.device.type == "cpu" for x in (mask, starts))
-        if may_read and not torch.compiler.is_compiling():
-            facts = unknown, ~real, leads_document.sum(1) > 1, holes, ~real[:, :1]
+        if (may_wait or like.device.type == "cpu") and not torch.compiler.is_compiling():
+            facts = unknown, ~real, leads_document.sum(1) > 1, holes
             known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
         if known and known.pop(0):
             raise ValueError(
                 "attention_mask must be 1 for tokens and 0 for padding: for a mask that is added to logits, "
                 "give mask == 0; for numbers of documents, give position_ids"
             )
-        padded, packed, has_holes, leads, longest = known or (True, starts is not None, mask is not None, True, None)
+        padded, packed, has_holes, longest = known or (True, starts is not None, mask is not None, None)
         if not (padded or packed):
             return None
         order = None
-        if not packed and (has_holes or leads):
-            back = torch.where(real, position, real.sum(1, keepdim=True) + (~real).cumsum(1) - 1)
-            order = (~real).long().argsort(dim=1, stable=True), back
-        first = None if has_holes else first_seen.masked_fill(~real, like.shape[1])
+        if not packed:
+            last = (real.sum(1, keepdim=True) - 1).clamp_min(0)
+            order = (~real).long().argsort(stable=True).gather(1, torch.minimum(places, last))
+            rows = length * torch.arange(batch, device=like.device).unsqueeze(1)
+            order = rows + torch.stack([order, position])
+        first = None if has_holes else first_seen.masked_fill(~real, length)
         return cls(real, begins.cumsum(1), position, first, bool(packed), longest, order)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Visibility":
         """Return a copy on another device, as hooks of models that are dispatched to several devices need."""
         if self.real.device == torch.device(device):
             return self
-        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
-        return replace(self, **moved, order=self.order and (self.order[0].to(device), self.order[1].to(device)))
+        tensors: Any = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
+        return replace(self, **tensors)
 
     def pairs(self) -> Tensor:
         """Return whether a token sees another one, (B, T, T), before any causal mask."""
@@ -335,7 +338,7 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
         if of_pairs or few or seen is not None or torch.compiler.is_exporting():
             return _pairwise(problem)
         # Pad the shorter of queries and keys. Later keys, which no query of a causal problem sees, are cut off.
-        longest, pad = count if problem.causal else max(count, length), torch.nn.functional.pad
+        longest, pad = count if problem.causal else max(count, length), nn.functional.pad
         given = (problem.key, -math.inf), (value, 0.0), (problem.query, 0.0)
         padded: Any = [x if x is None else pad(x, (0, 0, 0, longest - x.shape[1]), value=y) for x, y in given]
         problem = replace(problem, key=padded[0], value=padded[1], query=padded[2], num_queries=None)
@@ -345,8 +348,8 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
         return _mix_whole(problem, implementation)
     if seen.is_packed:
         return _mix_documents(problem, implementation)
-    problem, order = without_padding(problem)
-    return with_padding(mix(problem, implementation), seen, order)
+    problem, restored = without_padding(problem)
+    return restored(mix(problem, implementation))
 
 
 def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
@@ -406,7 +409,7 @@ def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
     for index in seen.rows:
         inside = (index < len(context) - 1).unsqueeze(-1)
         taken: list[Any] = [
-            x if x is None else torch.where(inside, x.flatten(0, 1)[index.clamp_max(len(context) - 2)], hidden)
+            x if x is None else torch.where(inside, _tokens(x, index.clamp_max(len(context) - 2)), hidden)
             for x, hidden in ((problem.key, -math.inf), (value, 0.0), (problem.query, 0.0))
         ]
         part = replace(problem, key=taken[0], value=taken[1], query=taken[2], num_queries=None, visibility=None)
@@ -414,30 +417,30 @@ def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
     return context[:-1].view_as(value)
 
 
-def without_padding(problem: Mixing) -> tuple[Mixing, tuple[Tensor, Tensor] | None]:
-    """Hide the padding of rows without packed documents, and move it behind the real tokens if w depends on their
-    order. Return the problem and the order for `with_padding`.
+def without_padding(problem: Mixing) -> tuple[Mixing, Callable[[Tensor], Tensor]]:
+    """Hide the padding of rows without packed documents. If the order of tokens counts, the real ones come first, then
+    copies of the last one. Return the problem, and a function that undoes that for averages, with 0 for padding.
     """
     seen: Any = problem.visibility
-    hidden, query = ~seen.real.unsqueeze(-1), problem.query
-    key, value = hide(problem.key, problem.value, hidden)
-    query = query if query is None else query.masked_fill(hidden, 0.0)
-    order = seen.order if problem.biases.ordered or problem.causal else None
-    if order is not None:
-        key, value = _moved(key, order[0]), _moved(value, order[0])
-        query = query if query is None else _moved(query, order[0])
-    return replace(problem, key=key, value=value, query=query, visibility=None), order
+    tensors: Any = problem.query, problem.key, problem.value
+    padding, moves = ~seen.real.unsqueeze(-1), problem.biases.ordered or problem.causal
+    if moves:
+        tensors = [x if x is None else _tokens(x, seen.order[0]) for x in tensors]
+    query, key, value = tensors
+    query = query if moves or query is None else query.masked_fill(padding, 0.0)
+    if not problem.causal:
+        behind = torch.arange(problem.length, device=key.device) >= seen.real.sum(1, keepdim=True)
+        key, value = hide(key, value, behind.unsqueeze(-1) if moves else padding)
+
+    def restored(context: Tensor) -> Tensor:
+        return (_tokens(context, seen.order[1]) if moves else context).masked_fill(padding, 0.0)
+
+    return replace(problem, key=key, value=value, query=query, visibility=None), restored
 
 
-def with_padding(context: Tensor, seen: Visibility, order: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return averages in the order before `without_padding`, with 0 for padding."""
-    context = context if order is None else _moved(context, order[1])
-    return context.masked_fill(~seen.real.unsqueeze(-1), 0.0)
-
-
-def _moved(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[b, index[b, t]] at (b, t)."""
-    return x.gather(1, index.unsqueeze(-1).expand_as(x))
+def _tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens of x, (B, T, d), at indices of any shape into those of the batch; faster than `gather`."""
+    return nn.functional.embedding(index, x.flatten(0, 1))
 
 
 def reference_mixing(problem: Mixing) -> Tensor:

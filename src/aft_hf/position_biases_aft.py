@@ -129,7 +129,7 @@ class Dense(PositionBias):
     def dense(self, length: int) -> Tensor:
         if self.key is None:
             return self._multiplied(self.query[:, :length, :length])
-        return self._multiplied(self.query[:, :length]) @ widen(self.key[:, :length]).mT
+        return torch.bmm(self._multiplied(self.query[:, :length]), widen(self.key[:, :length]).mT)
 
     def spans(self, limit: float) -> bool:
         """Whether two learned w differ by more than `limit`."""
