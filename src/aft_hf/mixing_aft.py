@@ -439,7 +439,7 @@ def without_padding(problem: Mixing) -> tuple[Mixing, Callable[[Tensor], Tensor]
 
 
 def _tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Return the tokens of x, (B, T, d), at indices of any shape into those of the batch; faster than `gather`."""
+    """Return the tokens of x, (B, T, d), at indices into those of the batch; faster than `gather`."""
     return nn.functional.embedding(index, x.flatten(0, 1))
 
 

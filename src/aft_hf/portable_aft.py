@@ -381,7 +381,7 @@ CHUNK_SIZE = 32
 # New tokens that continue a state are seen by one table if there are at most this many, or in pieces of this size.
 PIECE_SIZE = 128
 
-# Grids are convolved, where that is precise, if their table exp(w) has more entries than this (`_convolves`).
+# Grids whose table exp(w) has more entries may be convolved, see `_convolves`.
 LARGEST_GRID_TABLE = 2**22
 
 
@@ -691,13 +691,14 @@ def pairwise(key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None) -
 
 
 def _convolves(biases: GridKernel) -> bool:
-    """Whether a grid is convolved: its table is too large, and a convolution is precise or values cannot be read."""
+    """Whether a grid is convolved: its table is large, its kernel is smaller, and a convolution is precise or values
+    cannot be read.
+    """
     if torch.compiler.is_exporting():  # the program serves all sizes
         return True
-    rows, columns = biases.grid_size
-    if len(biases.kernels) * (rows * columns) ** 2 <= LARGEST_GRID_TABLE:
+    kernels, positions = biases.kernels, math.prod(biases.grid_size)
+    if len(kernels) * positions**2 <= LARGEST_GRID_TABLE or positions <= kernels[0].numel():
         return False
-    kernels = biases.kernels
     return not _ask_now(lambda: kernels.amax().clamp_min(0.0) - kernels.amin() > LARGEST_SPAN, kernels)
 
 
