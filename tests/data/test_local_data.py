@@ -345,7 +345,8 @@ def test_file_names_with_wildcards_are_read_as_they_are(tmp_path, name, suffix):
         for file, value in ((NAMES[name], 100), (name, 7)):
             write_rows(tmp_path / "rows", [picture(value)]).rename(tmp_path / f"{file}.parquet")
         folder, file = tmp_path / name, tmp_path / f"{name}.parquet"
-        for images in ([row["image"] for row in load_local(folder)], read_images(folder, 5), read_images(file, 5)):
+        opened = [image_of(row, "image") for row in load_local(folder)]
+        for images in (opened, read_images(folder, 5), read_images(file, 5)):
             assert [image.getpixel((0, 0))[0] for image in images] == [7]
 
 
@@ -427,8 +428,10 @@ def write_paths(file, path: str):
 def test_the_path_of_an_image_in_a_row_is_that_of_a_regular_file(tmp_path, path):
     file = write_paths(tmp_path / "rows.parquet", file_of(tmp_path, path))
     rows = load_local(file)
-    assert rows[0]["image"].size == (4, 4)
-    for read in (lambda: rows[1], lambda: sum_rows(rows, "image", "label"), lambda: load_named(str(file))["train"][1]):
+    assert image_of(rows[0], "image").size == (4, 4)
+    named = load_named(str(file))["train"]
+    reads = [lambda: image_of(rows[1], "image"), lambda: image_of(named[1], "image")]
+    for read in (*reads, lambda: sum_rows(rows, "image", "label")):
         with pytest.raises(ImageError) as error:
             read()
         assert "\n" not in str(error.value)
@@ -444,7 +447,7 @@ def test_structs_of_bytes_and_path_are_images_for_all_readers(kind, tmp_path):
     rows += [] if kind == "null" else [{"bytes": picture(7), "path": None}]
     struct = pyarrow.struct([("bytes", getattr(pyarrow, kind)()), ("path", pyarrow.string())])
     parquet.write_table(pyarrow.table({"image": pyarrow.array(rows, struct)}), path)
-    for images in (load_local(path)["image"], read_images(path, 5)):
+    for images in ([image_of(row, "image") for row in load_local(path)], read_images(path, 5)):
         assert [image.getpixel((0, 0))[0] for image in images] == [7] * len(rows)
 
 

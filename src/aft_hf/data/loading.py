@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..atomic_files import sha256, write_atomic
 from ..errors import UnreadableError, described, explained, shortened
 from ..reading import parse_header, parse_yaml, read_text
-from .image_files import PARQUET, SUFFIXES, is_hidden, list_images, open_image
+from .image_files import PARQUET, SUFFIXES, is_hidden, list_images
 from .text import cached
 
 
@@ -33,20 +33,6 @@ FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
 SPLITS = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 
 GENERATED = "generated"
-
-
-class ImageColumn(Image):
-    """Feature type of RGB images that are decoded by `open_image`; `datasets` itself opens any format of Pillow.
-
-    The path of an image is that of a local file, never an address.
-    """
-
-    def decode_example(self, value: Any, token_per_repo_id: dict[str, str] | None = None) -> PILImage.Image:
-        """Decode {"bytes": content or None, "path": path of the image or None}."""
-        if isinstance(value, PILImage.Image):
-            return value
-        content, path = value["bytes"], value["path"] or ""
-        return open_image(content or path or b"", path or "an image")
 
 
 def load_splits(
@@ -205,7 +191,7 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
             "training, the folder can be data.dataset (--dataset-name)"
         )
     columns: dict[str, list[Any]] = {"image": [{"bytes": None, "path": str(file)} for file in files]}
-    features = Features(image=ImageColumn())
+    features = Features(image=Image(decode=False))
     if labeled:
         shallow, deep = (most(files, key=lambda file: len(file.parts)) for most in (min, max))
         if shallow.parent == folder or len(shallow.parts) < len(deep.parts):
@@ -223,13 +209,13 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
 
 
 def with_safe_images(rows: Dataset) -> Dataset:
-    """Return the same rows with an `ImageColumn` in place of each column of images.
+    """Return the same rows with undecoded images, which `image_of` opens: `datasets` opens any format of Pillow.
 
     Other columns of files, such as audio and lists of images, are left out: their paths may be addresses.
     """
     for name, feature in rows.features.items():
         if is_image(feature):
-            rows = rows.cast_column(name, ImageColumn())
+            rows = rows.cast_column(name, Image(decode=False))
         elif require_storage_embed(feature):  # of files, also in lists
             rows = rows.remove_columns(name)
     return rows

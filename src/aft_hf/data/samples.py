@@ -45,15 +45,18 @@ Maker = Callable[[Row, SampleKey | None], Sample]
 
 
 def image_of(row: Row, column: str) -> Image.Image:
-    """Return the image in a column of a row: a decoded one, the content of a file, or its path.
+    """Return the image in a column of a row: a decoded one, the content of a file, its path, or both.
 
-    A relative path begins at the working directory. An `ImageError` is raised if there is no image.
+    A path is that of a local file, never an address, and a relative one begins at the working directory. An
+    `ImageError` is raised if there is no image.
     """
-    value = row[column]
+    value, name = row[column], None
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+        value, name = value["bytes"] or value["path"], value["path"]
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, (bytes, str)) and value:
-        return open_image(value)
+        return open_image(value, name and str(name))
     what = "" if value is None else f" but {shown(value)}: give a column of images, of image files, or of their paths"
     raise ImageError(f"has no image in column {column!r}{what}")
 
