@@ -94,32 +94,22 @@ def build_card(
             f"(`AFTModel.from_pretrained({str(directory)!r})`) and save that"
         )
     name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
-    terms = _license(directory, license, facts)
-    types = set(config.layer_aft_types)
     hidden = {"losses.png"} if RESULTS in facts.outdated else set()
-    return ModelCard.from_template(
-        _metadata(facts, name, task, terms),
+    pictures = {file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden}
+    return ModelCard.from_template(  # which also passes the metadata on, such as the license
+        _metadata(facts, name, task, _license(directory, license, facts)),
         template_path=str(TEMPLATE),
         marker=MARKER,
         name=name,
         source_literal=json.dumps(printable(source), ensure_ascii=False),
         status=_status(facts),
-        no_license="" if terms else NO_LICENSE,
+        no_license=NO_LICENSE,
         facts=facts,
         config=config,
-        is_text=config.modality == "text",
-        kind=f"AFT-{'/'.join(sorted(types))}",
-        task=task,
-        pipeline=facts.architecture != "AFTModel",
         architecture=_architecture(facts),
-        longest=getattr(config, "max_position_embeddings", "no limit"),
-        any_size=not config.use_position_embeddings and types == {"conv"},
-        side=facts.pixel_side,
         size=" x ".join(map(str, pair(config.image_size))),
         conversion_file=REPORT_NAME,
-        pictures={
-            file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden
-        },
+        pictures=pictures,
         hub_link=_hub_link,
         data_of=_data,
         label=_label,
@@ -204,7 +194,7 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> Mode
         for fact in facts.results
         if fact.dataset
     ]
-    types = sorted(set(facts.config.layer_aft_types))
+    types = sorted({*facts.config.layer_aft_types})
     more: dict[str, Any] = terms | ({"base_model_relation": "finetune"} if facts.base_model else {})
     return ModelCardData(
         library_name="transformers",

@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from huggingface_hub import parse_local_safetensors_file_metadata
+from huggingface_hub import get_local_safetensors_metadata
 from pydantic import Field
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.generic import flatten_dict
@@ -19,7 +19,7 @@ from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..data.pixel_sequences import START_TOKEN
 from ..errors import explained
-from ..loading import license_terms, load, weight_files, weights_digest
+from ..loading import license_terms, load, weights_digest
 from ..reading import read_json
 from .folder import PublishError, files_to_upload
 
@@ -108,7 +108,12 @@ def read_facts(directory: Path) -> Facts:
         results = {}
     if not _is_of(results, present):
         results, facts.outdated = {}, [RESULTS]
-    _read_recipe(section(results, "recipe"), facts)
+    recipe = section(results, "recipe")
+    facts.dataset, pretrained = _dataset(section(recipe, "data")), section(recipe, "model").get("pretrained")
+    facts.base_model = pretrained if is_hub_id(str(pretrained)) else None
+    paper = section(recipe, "paper")
+    if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
+        facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
     facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
     _read_values(RESULTS, results, facts)
     _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
@@ -155,20 +160,9 @@ def _is_of(record: dict[str, Any], digest: Callable[[], str | None]) -> bool:
 def _count_parameters(directory: Path) -> int | None:
     """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
     try:
-        files = map(parse_local_safetensors_file_metadata, weight_files(str(directory)))
-        return sum(sum(file.parameter_count.values()) for file in files) or None
+        return sum(get_local_safetensors_metadata(directory).parameter_count.values()) or None
     except Exception:  # of a damaged header; the checks report it
         return None
-
-
-def _read_recipe(recipe: dict[str, Any], facts: Facts) -> None:
-    """Read the recipe of a run of the training loop."""
-    data, paper = section(recipe, "data"), section(recipe, "paper")
-    facts.dataset = _dataset(data)
-    if is_hub_id(str(section(recipe, "model").get("pretrained"))):
-        facts.base_model = recipe["model"]["pretrained"]
-    if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
-        facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
 
 
 def _dataset(data: dict[str, Any], split: str = "") -> str | None:
@@ -230,28 +224,22 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
 
 
 def _conversion(report: ConversionReport, is_unchanged: bool) -> dict[str, Any]:
-    """Return the facts of a conversion: its source, the tensors by status, and a sentence on the distillation.
+    """Return the facts of a conversion: its source, the tensors by status, and the record of the distillation.
 
     `is_unchanged`: whether the weights are still those that the conversion wrote.
     """
     sizes: dict[str, list[int]] = {}
     for each in report.tensors:
         sizes.setdefault(each.status, []).append(math.prod(each.shape))
-    done, sentence = section(report.options, "distillation"), None
-    if all(_is_number(done.get(name)) for name in ("images", "steps", "agreement", "divergence")):
-        sentence = (
-            f"It was then distilled from its source on {done['images']} unlabeled images in {done['steps']} steps. On "
-            f"{done['agreement']:.1%} of the images of the last steps, both models predicted the same class (KL "
-            f"divergence {done['divergence']:.3f} nats)."
-        )
-    counts = [(status, len(each), sum(each)) for status, each in sizes.items()]
+    done = section(report.options, "distillation")
+    is_distilled = all(_is_number(done.get(name)) for name in ("images", "steps", "agreement", "divergence"))
     return {
         "source": report.source,
         "license": license_terms(section(report.options, "source_license")),
-        "counts": counts,
-        "distillation": sentence,
+        "sizes": sizes,
+        "distillation": done if is_distilled else None,
         "is_unchanged": is_unchanged,
-        "has_new": is_unchanged and "new" in sizes and sentence is None,
+        "has_new": is_unchanged and "new" in sizes and not is_distilled,
     }
 
 
