@@ -52,16 +52,15 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
     theirs, ours = model_classes(teacher), model_classes(student)
-    both = f"the teacher has the {len(theirs)} classes {shown(theirs)}, the model {len(ours)}: {shown(ours)}"
     if theirs == ours:
         return list(range(len(ours)))
-    known, wanted = (list[Any](labels if are_names(labels) else map(number_of, labels)) for labels in (theirs, ours))
-    if sorted(known) == sorted(wanted) and len({*known}) == len(known):
-        return [known.index(label) for label in wanted]
-    if len(theirs) != len(ours) or are_names(theirs) == are_names(ours):
+    both = f"the teacher has the {len(theirs)} classes {shown(theirs)}, the model {len(ours)}: {shown(ours)}"
+    places = matched_places(theirs, ours)
+    if sorted(places) != list(range(len(theirs))):
         raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
-    logger.warning(f"classes of the teacher and the model are matched by number: {both}")
-    return [*map(numbers_of(theirs).index, numbers_of(ours))]
+    if are_names(theirs) != are_names(ours):
+        logger.warning(f"classes of the teacher and the model are matched by number: {both}")
+    return places
 
 
 def number_of(label: str) -> int:
@@ -69,16 +68,16 @@ def number_of(label: str) -> int:
     return int(NUMBER.sub(r"\1", label))
 
 
-def numbers_of(labels: Sequence[str]) -> list[int]:
-    """Return the number of each class: that in its label if these are all the numbers 0 .. n - 1, else its place."""
-    places, numbers = [*range(len(labels))], [] if are_names(labels) else [*map(number_of, labels)]
-    return numbers if sorted(numbers) == places else places
+def matched_places(labels: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Return the place of the label of each class of a model, or -1 if it has none.
 
-
-def by_number(labels: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the label such as "007" or "LABEL_7" of each number, and "" where there is none.
-
-    Folders sort numbers as text ("10" before "2"), and not every class needs to occur.
+    Classes are matched by name, or by number if the labels or the names of the model are only numbers: "007" is class
+    7, wherever it stands, since folders sort numbers as text ("10" before "2"). The number of a name is its place.
     """
-    known = {number_of(label): label for label in reversed(labels)}
-    return [known.get(number, "") for number in numbers]
+    known, wanted = list[Any](labels), list[Any](names)
+    if not (are_names(labels) and are_names(names)):
+        known, wanted = ([*range(len(x))] if are_names(x) else [*map(number_of, x)] for x in (labels, names))
+        if are_names(labels) and sorted(wanted) != [*range(len(names))]:  # as from 1 on
+            wanted = [*range(len(names))]
+    places = {key: place for place, key in reversed([*enumerate(known)])}
+    return [places.get(key, -1) for key in wanted]

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
 from ..errors import explained, shortened
-from .classes import are_names, by_number, number_of, numbers_of
+from .classes import are_names, matched_places, number_of
 from .image_size import pixel_values
 from .samples import Row, Sample, SampleKey, image_of
 
@@ -70,9 +70,7 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
     if all(isinstance(label, (str, bool)) for label in labels):
         return sorted(map(str, labels))
     allowed = f"class names or class numbers from 0 to {MOST_LABELS - 1}"
-    named = any(isinstance(label, (str, bool)) for label in labels)
-    odd = [label for label in labels if not isinstance(label, (str, bool) if named else int)]
-    odd = odd or [min(labels), max(labels)]  # integers
+    odd = [label for label in labels if type(label) is not int] or [min(labels), max(labels)]
     raise ValueError(f"column {column!r} must hold {allowed}, got {str(odd[:5])[1:-1]}")
 
 
@@ -96,7 +94,7 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
         return [*of_model], [*of_model]
     if not are_integers or len(names) != len(of_model) or not are_names(of_model):
         return names, names
-    _warn_of_numbers(names, of_model, "; the model keeps its names")
+    logger.warning(f"classes are matched by number: {_both(names, of_model)}; the model keeps its names")
     return [*of_model], names
 
 
@@ -146,20 +144,13 @@ def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dic
         )
     if len(given) > len(of_model) and (are_names(given) or are_names(of_model)):
         raise ValueError(_both(given, of_model))
-    _warn_of_numbers(given, of_model)
-    if are_names(given):
-        given = [*given, *[""] * (len(of_model) - len(given))]
-        return class_numbers(dataset, column, [given[number] for number in numbers_of(of_model)])
-    numbers = numbers_of(of_model) if are_names(of_model) else [*map(number_of, of_model)]
-    return class_numbers(dataset, column, by_number(given, numbers))
+    logger.warning(f"classes are matched by number: {_both(given, of_model)}")
+    labels = [*given, ""]  # at -1, for classes without a label
+    return class_numbers(dataset, column, [labels[place] for place in matched_places(given, of_model)])
 
 
 def _both(given: Sequence[str], of_model: Sequence[str]) -> str:
     return f"the data has the {len(given)} classes {shown(given)}, the model {len(of_model)}: {shown(of_model)}"
-
-
-def _warn_of_numbers(given: Sequence[str], of_model: Sequence[str], effect: str = "") -> None:
-    logger.warning(f"classes are matched by number: {_both(given, of_model)}{effect}")
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
