@@ -35,8 +35,16 @@ def misplaced_files(directory: Path) -> list[str]:
 
     A symlink could publish any file of the machine or overwrite it, and reading a pipe never ends.
     """
-    problems = {name: _misplacement(path, directory) for name, path in files_to_upload(directory)[0].items()}
-    return [f"{name}: {problem}" for name, problem in problems.items() if problem is not None]
+    folder, problems = Path(os.path.realpath(directory)), []
+    for name, path in files_to_upload(directory)[0].items():
+        target = Path(os.path.realpath(path))
+        is_inside = target.is_relative_to(folder) and not any(map(_is_hidden, target.relative_to(folder).parts))
+        if path.is_symlink() and not (is_inside and target.is_file()):
+            reason = "is no file that is published; replace it with a copy to publish it"
+            problems.append(f"{name}: is a link to {target}, which {reason}")
+        elif not path.is_file():
+            problems.append(f"{name}: is not a regular file; remove it")
+    return problems
 
 
 def _is_left_out(name: str) -> bool:
@@ -46,11 +54,3 @@ def _is_left_out(name: str) -> bool:
 def _is_hidden(name: str) -> bool:
     """Return whether a file or folder is hidden and thus not published. Git's own files do not count as hidden."""
     return name.startswith(".") and name not in (".gitattributes", ".gitignore")
-
-
-def _misplacement(path: Path, directory: Path) -> str | None:
-    target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
-    is_inside = target.is_relative_to(folder) and not any(map(_is_hidden, target.relative_to(folder).parts))
-    if path.is_symlink() and not (is_inside and target.is_file()):
-        return f"is a link to {target}, which is no file that is published; replace it with a copy to publish it"
-    return None if path.is_file() else "is not a regular file; remove it"
