@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
+from aft_hf.data import classification
 from aft_hf.data.classification import OPERATIONS, BatchAugmentation, RandAugment, TrainingImages, crop_box
 from aft_hf.data.samples import SampleKey
 from aft_hf.training.recipe import Augmentation
@@ -164,9 +165,12 @@ def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
     assert distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
 
 
-def test_pixels_uncovered_by_geometric_operations_have_the_fill_colour():
+def test_pixels_uncovered_by_geometric_operations_have_the_fill_colour(monkeypatch):
     torch.manual_seed(1)
-    augment = RandAugment(1, 10, 0.0, MEAN)
-    moved = augment._transformed(OPERATIONS["translate_x"], torch.ones(1, 3, SIDE, SIDE), torch.tensor([1.0]))
-    torch.testing.assert_close(moved[0, :, :, 0], torch.tensor(MEAN)[:, None].expand(3, SIDE))
-    torch.testing.assert_close(moved[0, :, :, -1], torch.ones(3, SIDE))
+    monkeypatch.setattr(classification, "OPERATIONS", {"translate_x": OPERATIONS["translate_x"]})
+    images = RandAugment(1, 10, 0.0, MEAN)(torch.ones(20, 3, SIDE, SIDE))
+    moved = [image for image in images if image[0, 0, 0] < 1]  # to the right
+    assert moved
+    for image in moved:
+        torch.testing.assert_close(image[:, :, 0], torch.tensor(MEAN)[:, None].expand(3, SIDE))
+        torch.testing.assert_close(image[:, :, -1], torch.ones(3, SIDE))

@@ -134,18 +134,13 @@ class RandAugment(nn.Module):
             level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, 10) / 10
             strength = level * (1 - 2 * torch.randint(2, (batch,)))
             images = images.clone()
-            for number, operation in enumerate(OPERATIONS.values()):
+            for number, (name, operation) in enumerate(OPERATIONS.items()):
                 rows = (chosen == number).nonzero()[:, 0]
                 if len(rows):
+                    fill = self.fill.to(images.device) if name in GEOMETRIC else 0
                     few, few_strengths = images[rows.to(images.device)], strength[rows].to(images.device)
-                    images[rows.to(images.device)] = self._transformed(operation, few, few_strengths)
+                    images[rows.to(images.device)] = (operation(few - fill, few_strengths) + fill).clamp(0, 1)
         return images
-
-    def _transformed(self, operation: Operation, images: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
-        if operation in GEOMETRIC:
-            fill = self.fill.to(images.device)
-            return operation(images - fill, strength).add(fill).clamp(0, 1)
-        return operation(images, strength).clamp(0, 1)
 
 
 # Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
@@ -190,4 +185,4 @@ OPERATIONS: dict[str, Operation] = {
     "translate_y": lambda images, strength: translate(images, _along(1, 0.45 * images.shape[-2] * strength)),
 }
 # These fill what they uncover with zeros.
-GEOMETRIC = {OPERATIONS[name] for name in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")}
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
