@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from sampling import sample_tokens
 from text_tab import check_seed
 
-from aft_hf.data.pixel_sequences import START_TOKEN, pixels_to_tokens, tokens_to_image
+from aft_hf.data.pixel_sequences import START_TOKEN
 
 
 COMPLETIONS = 4
@@ -48,7 +48,7 @@ class PixelDemo:
             raise ValueError(f"The temperature must be above 0 and at most 2, got {temperature}.")
         check_seed(seed)
         original = self.small(image)
-        tokens = torch.from_numpy(pixels_to_tokens(np.asarray(original)).astype(np.int64))
+        tokens = torch.from_numpy(np.asarray(original).reshape(-1).astype(np.int64))
         row = 3 * self.side
         given = tokens[: self.side // 2 * row]
         made = torch.full((COMPLETIONS, len(tokens)), MISSING)
@@ -62,12 +62,15 @@ class PixelDemo:
                 yield self._page(original, made, len(given))
 
     def _page(self, original: Image.Image, made: torch.Tensor, given: int) -> str:
-        size = (self.side, self.side)
         masked = made[0].clone()
         masked[given:] = MISSING
-        figures = [figure(original, "Original"), figure(tokens_to_image(masked, size), "Given")]
-        figures += [figure(tokens_to_image(tokens, size), f"Drawing {i}") for i, tokens in enumerate(made, 1)]
+        figures = [figure(original, "Original"), figure(self._picture(masked), "Given")]
+        figures += [figure(self._picture(tokens), f"Drawing {i}") for i, tokens in enumerate(made, 1)]
         return f'<div class="aft-pixels">{"".join(figures)}</div>'
+
+    def _picture(self, tokens: torch.Tensor) -> Image.Image:
+        """The image of sub-pixels in raster order, the channels of a pixel side by side."""
+        return Image.fromarray(tokens.numpy().astype(np.uint8).reshape(self.side, self.side, 3))
 
 
 def example_photographs() -> list[str]:

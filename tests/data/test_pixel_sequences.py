@@ -6,7 +6,7 @@ import torch
 from PIL import Image as PILImage
 
 from aft_hf.data.image_files import ImageError
-from aft_hf.data.pixel_sequences import START_TOKEN, PixelSequences, pixels_to_tokens, tokens_to_image
+from aft_hf.data.pixel_sequences import START_TOKEN, PixelSequences
 from aft_hf.data.samples import SampleKey
 
 
@@ -34,11 +34,6 @@ def test_tokens_are_the_channels_of_each_pixel_in_raster_order(pixels):
 def test_a_row_without_an_image_is_an_error():
     with pytest.raises(ImageError, match="has no image in column 'image'"):
         PixelSequences(4)({"image": None})
-
-
-def test_tokens_become_the_image_again():
-    wide = np.arange(2 * 5 * 3, dtype=np.uint8).reshape(2, 5, 3)
-    assert np.array_equal(np.asarray(tokens_to_image(torch.tensor(pixels_to_tokens(wide)), (2, 5))), wide)
 
 
 @pytest.mark.parametrize("shape", ((2, 4, 3), (4, 2, 3), (8, 4, 3)))

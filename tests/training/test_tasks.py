@@ -21,7 +21,6 @@ from transformers.utils import logging
 
 from aft_hf import AFTConfig, AFTForCausalLM, AFTForImageClassification, build_byte_tokenizer, modeling_aft
 from aft_hf.data import text
-from aft_hf.data.pixel_sequences import tokens_to_image
 from aft_hf.data.samples import SampleKey
 from aft_hf.training.recipe import build_recipe
 from aft_hf.training.tasks import TASKS, BytesTask, TokensTask
@@ -44,7 +43,7 @@ def test_pixels_have_bits_per_dim_of_every_sub_pixel_and_generate_images_from_th
     assert results["metrics"] == {"validation": {"bits_per_dim": pytest.approx(expected, rel=1e-5)}}
     assert model.config.bos_token_id == 256 and model.config.max_position_embeddings == 48
     tokens = model.generate(max_new_tokens=47, do_sample=True, suppress_tokens=[256])[0, 1:]
-    assert tokens_to_image(torch.cat([tokens, tokens[:1]]), (4, 4)).size == (4, 4)
+    assert len(tokens) == 47 and tokens.max() < 256
 
 
 def test_a_model_of_the_bytes_alone_is_trained_further_with_its_embeddings(tmp_path):

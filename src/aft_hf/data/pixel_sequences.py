@@ -1,4 +1,4 @@
-"""Conversion of images to sequences of sub-pixels and back."""
+"""Conversion of images to sequences of sub-pixels."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -13,23 +13,13 @@ from .samples import Row, Sample, SampleKey, image_of
 START_TOKEN = 256
 
 
-def pixels_to_tokens(pixels: np.ndarray) -> np.ndarray:
-    """Flatten (H, W, C) bytes to (H * W * C,): pixels in raster order, the channels of a pixel side by side."""
-    return pixels.reshape(-1)
-
-
-def tokens_to_image(tokens: torch.Tensor | np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """Return the RGB image of (H * W * 3,) tokens in 0 .. 255; the inverse of `pixels_to_tokens`."""
-    return Image.fromarray(np.asarray(tokens).astype(np.uint8).reshape(*size, 3))
-
-
 @dataclass
 class PixelSequences:
     """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
-    The arguments are keys of `PixelsData` and the seed of the augmentation, which samples with a key get: a horizontal
-    flip with probability 1/2, and a random shift of the brightness, clipped to 0 .. 255. Images of another size are
-    resized (mean over areas).
+    Pixels are in raster order, the channels of a pixel side by side. The arguments are keys of `PixelsData` and the
+    seed of the augmentation, which samples with a key get: a horizontal flip with probability 1/2, and a random shift
+    of the brightness, clipped to 0 .. 255. Images of another size are resized (mean over areas).
     """
 
     image_size: int
@@ -50,5 +40,5 @@ class PixelSequences:
             if self.flip and random.random() < 0.5:
                 pixels = pixels[:, ::-1]
             pixels = np.clip(pixels.astype(np.int64) + shift, 0, 255)
-        labels = torch.from_numpy(pixels_to_tokens(pixels).astype(np.int64))
+        labels = torch.from_numpy(pixels.reshape(-1).astype(np.int64))
         return {"input_ids": torch.cat([torch.tensor([START_TOKEN]), labels[:-1]]), "labels": labels}
