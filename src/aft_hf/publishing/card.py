@@ -17,7 +17,7 @@ from ..errors import described, printable
 from ..loading import MARKER, read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
-from .facts import RESULTS, Fact, Facts, is_hub_id, read_facts
+from .facts import RESULTS, Facts, is_hub_id, read_facts
 from .folder import PublishError, misplaced_files
 
 
@@ -36,7 +36,6 @@ GENERATED = (
 TEMPLATE_TITLE = "# Model Card for Model ID"
 DESCRIPTION = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
 DESCRIPTION += "This model card has been automatically generated."
-UNTRAINED = "These are the weights of the conversion: take the weights as untrained, for tests and for fine-tuning."
 NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
 REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
@@ -102,7 +101,6 @@ def build_card(
         marker=MARKER,
         name=name,
         source_literal=json.dumps(printable(source), ensure_ascii=False),
-        status=_status(facts),
         no_license=NO_LICENSE,
         facts=facts,
         config=config,
@@ -111,8 +109,6 @@ def build_card(
         conversion_file=REPORT_NAME,
         pictures=pictures,
         hub_link=_hub_link,
-        data_of=_data,
-        label=_label,
         escaped=_escaped,
         code=_code,
     )
@@ -166,9 +162,6 @@ def card_problems(text: str, directory: Path) -> list[str]:
     return problems
 
 
-# ----------------------------------------------------------------------------------------------------------- metadata
-
-
 def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, str]:
     """Return the metadata of the license: a given one, that in README.md, or that of the source of a conversion."""
     if license is None:
@@ -214,20 +207,6 @@ def _plain(text: str) -> str:
     return printable(re.sub(r"[<>\[\](){}`\"'\\]", " ", text)) or "unnamed"
 
 
-# --------------------------------------------------------------------------------------------------------------- body
-
-
-def _status(facts: Facts) -> str:
-    """Return what a reader must know of the training of the weights before anything else."""
-    if facts.was_trained:
-        return ""
-    if facts.conversion is None:
-        return "Training is not recorded here."
-    if not facts.conversion["is_unchanged"]:
-        return "Training after the conversion is not recorded here."
-    return UNTRAINED if facts.conversion["has_new"] else ""
-
-
 def _architecture(facts: Facts) -> dict[str, Any]:
     """Return the rows of the card's table of the architecture: the fields of the config that are not the default."""
     names = (name for name in AFTConfig.__annotations__ if name not in ("id2label", "dtype") and name[0] != "_")
@@ -248,15 +227,6 @@ def _escaped(text: str) -> str:
 def _code(text: str) -> str:
     """Return Markdown that shows `text` as code, or escaped if it would end the code or a table cell."""
     return _escaped(text) if {"`", "|"} & {*text} else f"`{printable(text)}`"
-
-
-def _label(name: str) -> str:
-    return _escaped(name.replace("_", " ").replace(".", ": "))
-
-
-def _data(fact: Fact) -> str:
-    """Return the dataset and the split of a result, as far as its file records them."""
-    return _escaped(", ".join(part for part in (fact.dataset, fact.split) if part) or "not recorded")
 
 
 def _hub_link(source: str) -> str:
