@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,11 @@ def test_adapters_and_missing_directories_are_told(tmp_path):
     for name, told in ((".", "merge the adapter into its model"), ("nowhere", "nowhere: no such directory$")):
         with pytest.raises(PublishError, match=told):
             publish(tmp_path / name, "me/tiny", dry_run=True)
+
+
+def test_the_command_line_and_publishing_need_no_package_of_the_extra_train(carded):
+    missing = dict.fromkeys(("accelerate", "datasets", "kornia", "sklearn", "tensorboard"))
+    lines = [f"import sys; sys.modules.update({missing})", "import aft_hf.cli, aft_hf.publishing as publishing"]
+    lines += [f"print(publishing.find_problems({str(carded / 'text')!r}))"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

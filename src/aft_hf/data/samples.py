@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset as Rows
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
@@ -25,6 +24,7 @@ from .image_files import ImageError, check_file, open_image
 WHOLE = 2**30  # bytes, which take seconds to read
 PICTURES = 256  # images, which take seconds to decode
 
+Rows = Any  # a Dataset of `datasets`, which only the extra "train" installs
 Row = dict[str, Any]
 Sample = dict[str, torch.Tensor]
 
