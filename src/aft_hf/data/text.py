@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import numpy as np
@@ -187,16 +187,15 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         return self.windows if self.limit is None else min(self.windows, self.limit)
 
     def __getitem__(self, key: int | SampleKey) -> dict[str, torch.Tensor]:
-        if self.seed is None:
-            number = cast(int, key)
-            return self._window(self.start + number * self.every, self.seq_len - self.every if number else 0)
-        key = cast(SampleKey, key)
-        slack = min(self.seq_len, self.predicted - self.windows * self.seq_len + 1)
-        offset = int(np.random.default_rng((self.seed, key.epoch)).integers(slack))
-        return self._window(self.start + offset + key.index * self.seq_len, 0)
-
-    def _window(self, start: int, context: int) -> dict[str, torch.Tensor]:
-        """Return the window that begins at token `start`. Its first `context` labels do not count."""
+        context = 0  # the number of first labels that do not count
+        if isinstance(key, SampleKey):
+            assert self.seed is not None
+            slack = min(self.seq_len, self.predicted - self.windows * self.seq_len + 1)
+            random = np.random.default_rng((self.seed, key.epoch))
+            start = self.start + int(random.integers(slack)) + key.index * self.seq_len
+        else:
+            start = self.start + key * self.every
+            context = self.seq_len - self.every if key else 0
         length, offset = min(self.seq_len + 1, self.stop - start), start * self.token_bytes
         values = np.memmap(self.path, dtype=self.dtype, mode="r", offset=offset, shape=(length,)).astype(np.int64)
         input_ids, labels = torch.zeros(self.seq_len, dtype=torch.long), torch.full((self.seq_len,), IGNORED)
