@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,9 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
 
 def is_generated(text: str) -> bool:
     """Return whether a program wrote a card, and nobody removed its line from it or filled in its template."""
-    data: Any
-    try:
+    data: Any = ModelCardData()
+    with suppress(Exception):  # as in `card_problems`
         data = ModelCard(text.removeprefix("\ufeff")).data  # the template repeats some of them
-    except Exception:  # as in `card_problems`
-        data = ModelCardData()
     unfilled = ModelCard.from_template(data, model_description=DESCRIPTION).text
     written, template = ({*filter(None, map(str.strip, each.splitlines()))} for each in (body_of(text), unfilled))
     return any(mark in text for mark in GENERATED) or {TEMPLATE_TITLE} <= written <= template
@@ -149,13 +148,12 @@ def card_problems(text: str, directory: Path) -> list[str]:
     try:
         parse_header(text, README)
         card = ModelCard(text.removeprefix("\ufeff"))
-        data = card.data.to_dict()
     except Exception as error:  # the YAML parser and the card classes can raise any exception
         return [f"the metadata cannot be read ({described(error)})"]
     required = [name for name in REQUIRED if name != "license" or NO_LICENSE not in text]
-    problems = [f"the metadata lacks {name}" for name in required if not data.get(name)]
+    problems = [f"the metadata lacks {name}" for name in required if not card.data.get(name)]
     named = [("shows", picture) for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text)]
-    named += [("license_link is", data["license_link"])] if data.get("license_link") else []
+    named += [("license_link is", card.data.get("license_link"))] if card.data.get("license_link") else []
     for what, file in named:
         if "://" not in str(file) and not (directory / str(file)).is_file():
             problems.append(f"{what} {file}, which does not exist; add the file")

@@ -71,7 +71,7 @@ class Facts:
 
     config: AFTConfig
     architecture: str
-    parameters: int | None = None
+    parameters: int | None = None  # the elements of all tensors
     results: list[Fact] = field(default_factory=list)
     training: list[Fact] = field(default_factory=list)
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
@@ -100,7 +100,9 @@ def read_facts(directory: Path) -> Facts:
         PublishError: config.json is not that of an AFT model, or another file cannot be read.
     """
     config = load(AFTConfig, directory, PublishError)
-    facts = Facts(config, (config.architectures or ["AFTModel"])[0], _count_parameters(directory))
+    facts = Facts(config, (config.architectures or ["AFTModel"])[0])
+    with suppress(Exception):  # of missing weights or a damaged header; the checks report it
+        facts.parameters = sum(get_local_safetensors_metadata(directory).parameter_count.values()) or None
     present = cache(partial(weights_digest, directory, PublishError))
     results = read_object(directory / RESULTS)
     facts.pixel_side = pixel_side(results, config)  # it describes the model, also if the results are of other weights
@@ -155,14 +157,6 @@ def pixel_side(results: dict[str, Any], config: AFTConfig) -> int:
 def _is_of(record: dict[str, Any], digest: Callable[[], str | None]) -> bool:
     """Return whether a record is of the weights with this digest, or does not say of which weights it is."""
     return "weights" not in record or record["weights"] == digest()
-
-
-def _count_parameters(directory: Path) -> int | None:
-    """Count the elements of all tensors by the headers of the weight files; None if there are no readable weights."""
-    try:
-        return sum(get_local_safetensors_metadata(directory).parameter_count.values()) or None
-    except Exception:  # of a damaged header; the checks report it
-        return None
 
 
 def _dataset(data: dict[str, Any], split: str = "") -> str | None:

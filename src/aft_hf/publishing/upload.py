@@ -102,7 +102,7 @@ def publish(
     text = new.get(README) or read_text(directory / README, PublishError).removeprefix("\ufeff")
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.to_dict().get("license")))
+    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.get("license")))
     if NO_LICENSE in text:
         console.print("no license is given, and the card says so; --license mit gives one", soft_wrap=True)
     if left_out:
@@ -149,7 +149,7 @@ def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
     if not is_generated(text) and body_of(text).strip():
         return "text"
     license = parse_header(text, f"{README} of {repo_id}").get("license")
-    return f"license {shortened(str(license))}" if license and not ModelCard(new).data.to_dict().get("license") else ""
+    return f"license {shortened(str(license))}" if license and not ModelCard(new).data.get("license") else ""
 
 
 def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:
