@@ -17,7 +17,7 @@ from ..configuration_aft import MOST_LABELS
 from ..errors import explained, shortened
 from .classes import are_names, matched_places, number_of
 from .image_size import pixel_values
-from .samples import Row, Sample, SampleKey, image_of
+from .samples import EMPTY, Row, Sample, SampleKey, image_of
 
 
 logger = logging.get_logger(__name__)
@@ -60,10 +60,7 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
         return feature.names
     labels = unique_labels(dataset, column) if isinstance(feature, Value) else [feature]
     if None in labels:
-        raise ValueError(
-            f"column {column!r} has no label in some rows (in a CSV file: an empty cell, NA, null and the like); "
-            "correct the rows or remove them"
-        )
+        raise ValueError(f"column {column!r} has no label in some rows{EMPTY}; correct the rows or remove them")
     # A larger number, such as a timestamp, would create as many class names.
     if all(type(label) is int and 0 <= label < MOST_LABELS for label in labels):
         return [str(number) for number in range(max(labels) + 1)]
@@ -163,10 +160,8 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
     own = {label: known.get(label, str(label)) for label in labels}
     numbers = {name: number for number, name in enumerate(names)}
     if unknown := [name for name in own.values() if name not in numbers]:
-        classes = shown([*filter(None, names)])
-        raise ValueError(
-            f"column {column!r} has labels that are not among the {len(names)} classes {classes}: {unknown[:5]}"
-        )
+        classes = f"{len(names)} classes {shown([*filter(None, names)])}"
+        raise ValueError(f"column {column!r} has labels that are not among the {classes}: {unknown[:5]}")
     counts = Counter(names)
     if doubled := [name for name in own.values() if counts[name] > 1]:
         raise ValueError(f"column {column!r} has labels that each name several classes: {doubled[:5]}; rename them")

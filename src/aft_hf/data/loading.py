@@ -79,9 +79,7 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
         return DatasetDict(train=load_local(name))
     check_named(name)
     if Path(name, "state.json").is_file():
-        raise ValueError(
-            f"{name}: is a dataset of save_to_disk; save it as a file (Dataset.to_parquet), and give that"
-        )
+        raise ValueError(f"{name}: is a dataset of save_to_disk; save it as a file (Dataset.to_parquet), and give it")
     try:
         splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
     except Exception as error:  # of any type, and mostly without the name
@@ -237,10 +235,8 @@ def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
         return splits
     with explained("validation data cannot be held out, so give some"):
         parts = splits["train"].train_test_split(share, seed=0)
-    logger.warning(
-        f"there is no validation data: {len(parts['test'])} of the {len(splits['train'])} training samples are held "
-        "out for it"
-    )
+    held, count = len(parts["test"]), len(splits["train"])
+    logger.warning(f"there is no validation data: {held} of the {count} training samples are held out for it")
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
@@ -248,10 +244,7 @@ def refuse_inside(output_dir: str, *data: str | None) -> None:
     """Raise a ValueError if an output directory lies in a folder of data: the next run would read its files."""
     for path in map(Path, filter(None, data)):
         if path.is_dir() and Path(output_dir).resolve().is_relative_to(path.resolve()):
-            raise ValueError(
-                f"{output_dir}: lies in the data, {path}, so the next run would read its files; give another output "
-                "directory"
-            )
+            raise ValueError(f"{output_dir}: lies in the data, {path}, which the next run reads; give another folder")
 
 
 def require_column(splits: DatasetDict, column: str, option: str) -> None:

@@ -23,6 +23,7 @@ from .image_files import ImageError, check_file, open_image
 
 WHOLE = 2**30  # bytes, which take seconds to read
 PICTURES = 256  # images, which take seconds to decode
+EMPTY = " (in a CSV file: an empty cell, NA, null and the like)"  # what a missing value is
 
 Rows = Any  # a Dataset of `datasets`, which only the extra "train" installs
 Row = dict[str, Any]

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..atomic_files import write_atomic
 from ..errors import explained
 from ..limits import limited
-from .samples import SampleKey, sum_file
+from .samples import EMPTY, SampleKey, sum_file
 
 
 logger = logging.get_logger(__name__)
@@ -43,13 +43,10 @@ def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
         ValueError: a value is not a text; the message names its row.
     """
     for start, rows in zip(range(0, len(dataset), 1000), dataset.select_columns(column).iter(1000)):
-        for row, value in enumerate(rows[column], start):
+        for i, value in enumerate(rows[column], start):
             if not isinstance(value, str):
-                missing = " (in a CSV file: an empty cell, NA, null and the like)" if value is None else ""
-                raise ValueError(
-                    f"row {row}: column {column!r} holds {shown(value)}{missing}, not a text: correct the row or "
-                    "remove it"
-                )
+                held = shown(value) + (EMPTY if value is None else "")
+                raise ValueError(f"row {i}: column {column!r} holds {held}, not a text: correct the row or remove it")
         yield rows[column]
 
 
