@@ -121,7 +121,7 @@ def test_an_unreadable_image_of_a_sample_is_refused_with_its_file_and_row(tmp_pa
         (tmp_path / "images" / name / "1.png").write_bytes(each)
     table = write_rows(tmp_path / "1.parquet", [encoded("PNG"), content])
     for path, name in ((tmp_path / "images", "b/1.png: "), (table, "an image: ")):
-        samples = RowSamples(load_local(path), ImagePipeline(ViTImageProcessorPil()))
+        samples = RowSamples(load_local(path), ImagePipeline(ViTImageProcessorPil(), numbers={0: 0, 1: 1}))
         assert samples[SampleKey(0, 0)]
         for key in (1, SampleKey(0, 1)):
             with pytest.raises(ImageError, match=f"^row 1: .*{name}.*{told}"):

@@ -31,13 +31,11 @@ class ImagePipeline:
     _: KW_ONLY
     image_column: str = "image"
     label_column: str = "label"
-    # The class number of each label (see `class_numbers`). None: the labels are class numbers already.
-    numbers: Mapping[Any, int] | None = None
+    numbers: Mapping[Any, int]  # the class number of each label: `class_numbers`
 
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
         image, label = image_of(row, self.image_column), row[self.label_column]
-        number = label if self.numbers is None else self.numbers[label]
-        return {"pixel_values": self.pixels(image, key), "labels": torch.tensor(number)}
+        return {"pixel_values": self.pixels(image, key), "labels": torch.tensor(self.numbers[label])}
 
     def pixels(self, image: Image.Image, key: SampleKey | None) -> torch.Tensor:
         """Return the pixel values of an image; the key determines random numbers."""

@@ -124,8 +124,8 @@ def read_facts(directory: Path) -> Facts:
     _read_evaluations(directory, present, facts)
     if (directory / REPORT_NAME).exists():
         report = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
-        weights, digest = directory / SAFE_WEIGHTS_NAME, report.files.get(SAFE_WEIGHTS_NAME)
-        facts.conversion = _conversion(report, digest is None or (weights.is_file() and sha256(weights) == digest))
+        digest = report.files.get(SAFE_WEIGHTS_NAME)
+        facts.conversion = _conversion(report, digest is None or digest == sha256(directory / SAFE_WEIGHTS_NAME))
     elif written := section(vars(config), "conversion"):
         with explained(f"{CONFIG_NAME}: conversion cannot be read", PublishError):
             report = ConversionReport.model_validate(written)
