@@ -18,7 +18,7 @@ from transformers import (
 import aft_hf
 from aft_hf import loading as safely
 from aft_hf.data.classes import chooses_a_class
-from aft_hf.data.pixel_sequences import START_TOKEN
+from aft_hf.data.samples import START_TOKEN
 from aft_hf.errors import UnreadableError, described, explained
 from aft_hf.reading import parse_header, read_text
 

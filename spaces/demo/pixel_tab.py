@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from sampling import sample_tokens
 from text_tab import check_seed
 
-from aft_hf.data.pixel_sequences import START_TOKEN
+from aft_hf.data.samples import START_TOKEN
 
 
 COMPLETIONS = 4

@@ -6,8 +6,7 @@ import torch
 from PIL import Image as PILImage
 
 from aft_hf.data.image_files import ImageError
-from aft_hf.data.pixel_sequences import START_TOKEN, PixelSequences
-from aft_hf.data.samples import SampleKey
+from aft_hf.data.samples import START_TOKEN, PixelSequences, SampleKey
 
 
 def sample_of(pixels: np.ndarray, size: int = 4, key: SampleKey | None = None) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from transformers.utils.generic import flatten_dict
 from ..atomic_files import sha256
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
-from ..data.pixel_sequences import START_TOKEN
+from ..data.samples import START_TOKEN
 from ..errors import explained
 from ..loading import license_terms, load, weights_digest
 from ..reading import read_json

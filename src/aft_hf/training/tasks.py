@@ -43,8 +43,7 @@ from ..data.loading import (
     require_column,
     write_text,
 )
-from ..data.pixel_sequences import START_TOKEN, PixelSequences
-from ..data.samples import Maker, RowSamples
+from ..data.samples import START_TOKEN, Maker, PixelSequences, RowSamples
 from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
 from ..errors import explained
 from ..limits import limited
