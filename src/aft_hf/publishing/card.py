@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import os
 import re
 from contextlib import suppress
@@ -15,10 +16,10 @@ from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
 from ..errors import described, printable
-from ..loading import MARKER, read_license
+from ..loading import MARKER, license_terms, read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
-from .facts import RESULTS, Facts, is_hub_id, read_facts
+from .facts import RESULTS, Facts, is_hub_id, read_facts, section
 from .folder import PublishError, misplaced_files
 
 
@@ -96,6 +97,9 @@ def build_card(
     name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
     hidden = {"losses.png"} if RESULTS in facts.outdated else set()
     pictures = {file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden}
+    sizes: dict[str, list[int]] = {}  # of the tensors of a conversion, by their status
+    for each in facts.conversion.tensors if facts.conversion else ():
+        sizes.setdefault(each.status, []).append(math.prod(each.shape))
     return ModelCard.from_template(  # which also passes the metadata on, such as the license
         _metadata(facts, name, task, _license(directory, license, facts)),
         template_path=str(TEMPLATE),
@@ -108,6 +112,7 @@ def build_card(
         architecture=_architecture(facts),
         size=" x ".join(map(str, pair(config.image_size))),
         conversion_file=REPORT_NAME,
+        sizes=sizes,
         pictures=pictures,
         hub_link=_hub_link,
         escaped=_escaped,
@@ -163,7 +168,8 @@ def card_problems(text: str, directory: Path) -> list[str]:
 def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, str]:
     """Return the metadata of the license: a given one, that in README.md, or that of the source of a conversion."""
     if license is None:
-        return read_license(directory) or (facts.conversion or {}).get("license", {})
+        of_source = section(facts.conversion.options, "source_license") if facts.conversion else {}
+        return read_license(directory) or license_terms(of_source)
     if (license := license.strip().lower()) != "other":
         return {"license": license}
     if not (directory / "LICENSE").is_file():

@@ -1,6 +1,5 @@
 """Facts about a saved model, read from the files beside it: the only source of the numbers on its card."""
 
-import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,7 @@ from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..data.samples import START_TOKEN
 from ..errors import explained
-from ..loading import license_terms, load, weights_digest
+from ..loading import load, weights_digest
 from ..reading import read_json
 from .folder import PublishError, files_to_upload
 
@@ -76,7 +75,8 @@ class Facts:
     training: list[Fact] = field(default_factory=list)
     dataset: str | None = None  # an id on the Hub, or the name of a file or folder
     base_model: str | None = None  # an id on the Hub
-    conversion: dict[str, Any] | None = None
+    conversion: ConversionReport | None = None
+    is_unchanged: bool = False  # whether the weights are still those that the conversion wrote
     pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are not sub-pixels
     paper: str | None = None  # what the paper reports
     versions: str | None = None  # of the software of the training
@@ -123,15 +123,14 @@ def read_facts(directory: Path) -> Facts:
         _read_values(TRAINER_STATE, _last_step(read_object(directory / TRAINER_STATE)), facts)
     _read_evaluations(directory, present, facts)
     if (directory / REPORT_NAME).exists():
-        report = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
-        digest = report.files.get(SAFE_WEIGHTS_NAME)
-        facts.conversion = _conversion(report, digest is None or digest == sha256(directory / SAFE_WEIGHTS_NAME))
+        facts.conversion = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
+        digest = facts.conversion.files.get(SAFE_WEIGHTS_NAME)
+        facts.is_unchanged = digest is None or digest == sha256(directory / SAFE_WEIGHTS_NAME)
     elif written := section(vars(config), "conversion"):
         with explained(f"{CONFIG_NAME}: conversion cannot be read", PublishError):
-            report = ConversionReport.model_validate(written)
-        facts.conversion = _conversion(report, False)
-    if facts.conversion and is_hub_id(facts.conversion["source"]):
-        facts.base_model = facts.base_model or facts.conversion["source"]
+            facts.conversion = ConversionReport.model_validate(written)
+    if facts.conversion and is_hub_id(facts.conversion.source):
+        facts.base_model = facts.base_model or facts.conversion.source
     return facts
 
 
@@ -215,26 +214,6 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
                 for metric, value in section(record, setting).items()
                 if _is_number(value)
             ]
-
-
-def _conversion(report: ConversionReport, is_unchanged: bool) -> dict[str, Any]:
-    """Return the facts of a conversion: its source, the tensors by status, and the record of the distillation.
-
-    `is_unchanged`: whether the weights are still those that the conversion wrote.
-    """
-    sizes: dict[str, list[int]] = {}
-    for each in report.tensors:
-        sizes.setdefault(each.status, []).append(math.prod(each.shape))
-    done = section(report.options, "distillation")
-    is_distilled = all(_is_number(done.get(name)) for name in ("images", "steps", "agreement", "divergence"))
-    return {
-        "source": report.source,
-        "license": license_terms(section(report.options, "source_license")),
-        "sizes": sizes,
-        "distillation": done if is_distilled else None,
-        "is_unchanged": is_unchanged,
-        "has_new": is_unchanged and "new" in sizes and not is_distilled,
-    }
 
 
 def _is_number(value: Any) -> bool:
