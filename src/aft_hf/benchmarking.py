@@ -98,19 +98,16 @@ def build_call(source: str, *, size: Size, batch_size: int, training: bool, bf16
     torch.manual_seed(0)
     unit = "px" if model.main_input_name == "pixel_values" else "tokens"
     if size and size[1] != unit:
-        kinds = (
-            "images: give --image-size, and no models of text"
-            if unit == "px"
-            else "text: give --length, and no models of images"
-        )
-        raise ValueError(f"it reads {kinds}")
+        kinds = ("images", "--image-size", "text") if unit == "px" else ("text", "--length", "images")
+        raise ValueError("it reads {}: give {}, and no models of {}".format(*kinds))
     if unit == "px":
-        side = size[0] if size else max(pair(getattr(config, "image_size", 224)))
-        pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), side, side, device=model.device)
-        return model_call(model, {"pixel_values": pixels}, training, bf16, **options), (side, unit)
-    length = size[0] if size else min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
-    tokens = torch.randint(config.vocab_size, (batch_size, length), device=model.device)
-    return model_call(model, {"input_ids": tokens}, training, bf16, **options), (length, unit)
+        number = size[0] if size else max(pair(getattr(config, "image_size", 224)))
+        pixels = torch.randn(batch_size, getattr(config, "num_channels", 3), number, number, device=model.device)
+        inputs = {"pixel_values": pixels}
+    else:
+        number = size[0] if size else min(getattr(config, "max_position_embeddings", None) or 1024, 1024)
+        inputs = {"input_ids": torch.randint(config.vocab_size, (batch_size, number), device=model.device)}
+    return model_call(model, inputs, training, bf16, **options), (number, unit)
 
 
 def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool, **options: Any) -> Call:
