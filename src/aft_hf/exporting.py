@@ -8,7 +8,6 @@ from torch import nn
 from torch.export import Dim
 
 from .caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
-from .mixers_aft import AFTMixer
 from .modeling_aft import AFTForCausalLM
 
 
@@ -22,8 +21,10 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
         ValueError: the model has a `full` layer, whose cache grows with the text.
     """
     state = {"seen": torch.zeros(batch_size, dtype=torch.long)}
-    for index, (mixer, window) in enumerate(_mixers(model)):
-        empty = AFTLayerState(window)
+    for index, mixer in enumerate(model.aft._mixers):
+        if mixer.state_window is None:
+            raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
+        empty = AFTLayerState(mixer.state_window)
         widths = mixer.k_proj.out_features, mixer.v_proj.out_features
         empty.lazy_initialization(*(torch.zeros(batch_size, mixer.num_heads, 1, w // mixer.num_heads) for w in widths))
         # Sums in float32 here: few programs that run ONNX have kernels for float64.
@@ -63,14 +64,6 @@ def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None
     program.save(path)
 
 
-def _mixers(model: AFTForCausalLM) -> list[tuple[AFTMixer, int]]:
-    """Return the mixer of each layer, and how many keys and values its state keeps."""
-    mixers = model.aft._mixers
-    if any(mixer.state_window is None for mixer in mixers):
-        raise ValueError('aft_type "full" keeps all keys and values: its cache has no constant size')
-    return [(mixer, mixer.state_window or 0) for mixer in mixers]
-
-
 class _Step(nn.Module):
     """A language model as a function from a token and a state to the logits and the next state."""
 
@@ -80,8 +73,8 @@ class _Step(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         cache = AFTCache([])
-        for index, (_, window) in enumerate(_mixers(self.model)):
-            cache.layers.append(_StepState(window, index, state))
+        for index, mixer in enumerate(self.model.aft._mixers):
+            cache.layers.append(_StepState(mixer.state_window, index, state))
         logits = self.model(input_ids=input_ids, cache=cache, use_cache=True).logits
         following = {"seen": state["seen"] + 1}
         for index, after in enumerate(cache.layers):
