@@ -74,17 +74,26 @@ IMAGE_PROCESSORS = {
 }
 IMAGES = ((32, 32), (1024, 32))  # sizes that they are tried on, as long as `open_image` allows
 
+NOWHERE = (
+    "no such directory or file, and the Hub does not provide it: check the name; when offline (HF_HUB_OFFLINE), go "
+    "online or download it first"
+)
 
-def find_file(source: str, filename: str, error: type[ValueError] = UnreadableError, **hub: Any) -> Path | None:
+
+def find_file(
+    source: str, filename: str, error: type[ValueError] = UnreadableError, *, optional: bool = False, **hub: Any
+) -> Path | None:
     """Return the path of a file in a directory or in a repository on the Hub, or None if there is no such file.
 
-    It is downloaded if needed, with options of `transformers.utils.cached_file`, such as `revision`. If it cannot be
-    downloaded, or is not a regular file, `error` is raised.
+    It is downloaded if needed, with options of `transformers.utils.cached_file`, such as `revision`. If it is not a
+    regular file, `error` is raised, also if it cannot be downloaded, unless it is `optional`.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():
         raise error(f"{local}: is not a regular file")
-    with explained(f"{source}: {filename} cannot be read", error):
+    unknown = filename == CONFIG_NAME and not Path(source).exists()
+    with explained(f"{source}: {NOWHERE if unknown else f'{filename} cannot be read'}", error):
+        hub["_raise_exceptions_for_connection_errors"] = not optional
         path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **hub)
     return None if path is None else Path(path)
 
@@ -122,12 +131,7 @@ def read_config(
         raise error(f"{name}: no such directory or file")
     if Path(name).is_file():
         raise error(f"{name}: is a file; give the directory that contains {CONFIG_NAME} and the weights")
-    try:
-        path = find_file(name, CONFIG_NAME, error, **hub)
-    except error as problem:
-        if Path(name).exists():
-            raise
-        raise error(f"{name}: {NOWHERE} ({problem.__cause__ or problem})") from problem
+    path = find_file(name, CONFIG_NAME, error, **hub)
     if path is None and Path(name).is_dir():
         saved = [path.parent for path in Path(name).glob(f"checkpoint-*/{CONFIG_NAME}")]  # in the output of a Trainer
         saved.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
@@ -161,8 +165,7 @@ def read_image_processor(
     As in transformers, an entry `image_processor` of processor_config.json replaces preprocessor_config.json.
     The arguments are those of `find_file`.
     """
-    optional = hub | {"_raise_exceptions_for_connection_errors": False}
-    if path := find_file(str(source), PROCESSOR_NAME, error, **optional):
+    if path := find_file(str(source), PROCESSOR_NAME, error, optional=True, **hub):
         entry = read_json(path, ProcessorConfig, error).image_processor
         if entry is not None:
             return entry.model_dump(exclude_unset=True)
@@ -179,7 +182,7 @@ def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
     if Path(source).is_file():  # a weight file has no card, and its path may have the form of an id on the Hub
         return {}
     try:
-        path = find_file(str(source), "README.md", _raise_exceptions_for_connection_errors=False)
+        path = find_file(str(source), "README.md", optional=True)
         header = {} if path is None else parse_header(read_text(path), str(path))
     except Exception:  # the card may be anything, and no command depends on it
         return {}
@@ -195,12 +198,6 @@ def license_terms(values: Mapping[str, Any]) -> dict[str, str]:
     return terms if "license" in terms else {}
 
 
-NOWHERE = (
-    "no such directory or file, and the Hub does not provide it: check the name; when offline (HF_HUB_OFFLINE), go "
-    "online or download it first"
-)
-
-
 def load(
     auto_class: Any, source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **options: Any
 ) -> Any:
@@ -213,7 +210,6 @@ def load(
     options = {"trust_remote_code": False, **options}
     trusted = options["trust_remote_code"]
     hub = {key: options[key] for key in ("revision", "token") if key in options}
-    optional = hub | {"_raise_exceptions_for_connection_errors": False}
     place, config, build = Path(source), ModelConfig(), partial(auto_class.from_pretrained, source)
     # A tokenizer may be saved without a model.
     is_alone = (place / TOKENIZER_CONFIG_FILE).exists() and not (place / CONFIG_NAME).exists()
@@ -235,7 +231,7 @@ def load(
                 if values is not None:
                     build = partial(_build_image_processor, values | {"image_processor_type": kind})
         elif auto_class is AutoTokenizer:
-            path = find_file(str(source), TOKENIZER_CONFIG_FILE, error, **optional)
+            path = find_file(str(source), TOKENIZER_CONFIG_FILE, error, optional=True, **hub)
             values = {} if path is None else read_json(path, TokenizerConfig, error).model_dump()
             if not trusted:
                 _check_tokenizer_class([values, config.model_dump()])
@@ -255,7 +251,7 @@ def load(
 
 def refuse_adapter(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> None:
     """Raise an error if a saved model has an adapter, which names another model; arguments are as for `find_file`."""
-    if find_file(str(source), ADAPTER_CONFIG_NAME, error, **hub, _raise_exceptions_for_connection_errors=False):
+    if find_file(str(source), ADAPTER_CONFIG_NAME, error, optional=True, **hub):
         raise error(f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result")
 
 
