@@ -22,7 +22,7 @@ from ..mixers_aft import AFTMixer
 from ..mixing_aft import PACKING_INPUTS, Mixing, Visibility, mix, mix_causal
 from ..portable_aft import hide, read, split_heads
 from ..position_biases_aft import GridKernel, widen
-from .exchange import count_of_past, state_at_end, with_past
+from .exchange import state_at_end, with_past
 from .shards import Shard, gather_shards, group_of
 
 
@@ -313,11 +313,9 @@ class SequenceShard(Shard):
 
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""
-        biases, heads = problem.biases, problem.num_heads
-        options: dict[str, Any] = {"slopes": biases.slopes, "global_connectivity": biases.global_connectivity}
-        options |= {"num_heads": heads, "reach": biases.reach}
-        keys, values, sums = state_at_end(self, problem.key, problem.value, **options)
-        keys, values = split_heads(keys, heads), split_heads(values, heads)
+        assert problem.biases.reach is not None
+        *window, sums = state_at_end(self, problem, problem.biases.reach)
+        keys, values = (split_heads(x, problem.num_heads) for x in window)
         state.lazy_initialization(keys, values)
         state.store(keys=keys, values=values)
         if sums is not None:
@@ -331,16 +329,8 @@ def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) ->
     """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
     biases = problem.biases
     assert biases.reach is not None
-    past = count_of_past(biases.reach, biases.global_connectivity)
-    key, value = with_past(
-        shard,
-        problem.key,
-        problem.value,
-        num_heads=problem.num_heads,
-        reach=biases.reach,
-        slopes=biases.slopes,
-        global_connectivity=biases.global_connectivity,
-    )
+    key, value = with_past(shard, problem, biases.reach)
+    past = key.shape[1] - problem.length
     whole = replace(problem, key=key, value=value, num_queries=None)
     # Tokens in front belong to the document that the shard continues. If it continues none, they are hidden.
     document, first = shard.ordered_documents, None
@@ -369,14 +359,10 @@ def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> t
     on_grid = isinstance(biases, GridKernel)
     rows, columns = biases.grid_size if on_grid else (0, 1)
     reach = columns * (biases.kernels.shape[-1] // 2 if on_grid else biases.reach)
-    options: dict[str, Any] = {
-        "num_heads": problem.num_heads,
-        "reach": reach,
-        "global_connectivity": biases.global_connectivity,
-    }
-    past = count_of_past(reach, biases.global_connectivity)
-    key, value = with_past(shard, problem.key, problem.value, **options)
-    following = with_past(shard.from_the_end, problem.key.flip(1), problem.value.flip(1), **options)
+    key, value = with_past(shard, problem, reach)
+    backwards = replace(problem, key=problem.key.flip(1), value=problem.value.flip(1))
+    following = with_past(shard.from_the_end, backwards, reach)
+    past = key.shape[1] - problem.length
     filling = -past % columns  # hidden tokens that complete the rows of the summary tokens
     key, value = (
         nn.functional.pad(torch.cat([x, after[:, :past].flip(1)], 1), (0, 0, filling, filling), value=hidden)

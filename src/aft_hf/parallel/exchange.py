@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 from torch.autograd.function import once_differentiable
 
+from ..mixing_aft import Mixing
 from ..portable_aft import EMPTY
 from ..position_biases_aft import working_dtype
 from .shards import Shard
@@ -49,43 +50,23 @@ class ScaledSums(NamedTuple):
         )
 
 
-def with_past(
-    shard: Shard,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    num_heads: int,
-    reach: int,
-    slopes: torch.Tensor | None = None,
-    global_connectivity: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def with_past(shard: Shard, problem: Mixing, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepend the tokens that stand for everything before a shard to its keys and values.
 
     Args:
         shard: the shard of this process.
-        key: its keys, (B, T, h k). In each row, real tokens come first; the others are -inf.
-        value: its values, (B, T, d).
-        num_heads: h.
-        reach: the largest distance at which w may differ from 0.
-        slopes: (h,), for w = -slope * distance.
-        global_connectivity: whether tokens beyond `reach` are visible, with w = 0.
+        problem: the mixing of its tokens. In each row, real tokens come first; the keys of the others are -inf.
+        reach: the largest distance at which w may differ from 0, other than by slopes.
 
     Returns:
-        Keys (B, E + T, h k) and values (B, E + T, d) in float32, or float64 for float64, with E = `count_of_past`
-        tokens in front. Tokens that do not exist are hidden.
+        Keys (B, E + T, h k) and values (B, E + T, d) in float32, or float64 for float64. The E tokens in front are
+        `FAR_TOKENS`, unless tokens beyond `reach` are hidden, and `reach` tokens. Those that do not exist are hidden.
     """
-    return _WithPast.apply(_Exchange(shard, num_heads, reach, slopes, global_connectivity), key, value)
-
-
-def count_of_past(reach: int, global_connectivity: bool) -> int:
-    """E, the number of tokens that `with_past` prepends."""
-    return FAR_TOKENS + reach if global_connectivity else reach
+    return _WithPast.apply(_Exchange(shard, problem, reach), problem.key, problem.value)
 
 
 @torch.no_grad()
-def state_at_end(
-    shard: Shard, key: torch.Tensor, value: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None]:
+def state_at_end(shard: Shard, problem: Mixing, reach: int) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None]:
     """Compute the cached state after the last shard, in every process. The arguments are those of `with_past`.
 
     Returns:
@@ -93,10 +74,10 @@ def state_at_end(
         -inf where a row is shorter; and the sums over the tokens before them, (B, h, c) and (B, h, k), as seen from
         the last token, or None if tokens beyond `reach` are hidden.
     """
-    exchange = _Exchange(shard, **options)
+    exchange, key, value = _Exchange(shard, problem, reach), problem.key, problem.value
     own = exchange.forward(key, value)[2]
-    keys, values = exchange.new_window(key, value, exchange.reach)
-    if exchange.reach > 0:
+    keys, values = exchange.new_window(key, value, reach)
+    if reach > 0:
         exchange.receive_window(key, value, keys, values, to_end=True)
     if own is None:
         return keys, values, None
@@ -132,11 +113,9 @@ class _Exchange:
     Sums have the shapes (B, h, c) and (B, h, k); gathered sums have the number of shards N in front.
     """
 
-    def __init__(
-        self, shard: Shard, num_heads: int, reach: int, slopes: torch.Tensor | None, global_connectivity: bool
-    ):
-        self.shard, self.num_heads, self.reach, self.slopes = shard, num_heads, reach, slopes
-        self.far_tokens = count_of_past(reach, global_connectivity) - reach
+    def __init__(self, shard: Shard, problem: Mixing, reach: int):
+        self.shard, self.num_heads, self.reach, self.slopes = shard, problem.num_heads, reach, problem.biases.slopes
+        self.far_tokens = FAR_TOKENS if problem.biases.global_connectivity else 0
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -332,4 +311,4 @@ class _Exchange:
             grad_values[:, start:stop] += grad_value.flatten(2)
 
 
-__all__ = ["count_of_past", "state_at_end", "with_past"]
+__all__ = ["state_at_end", "with_past"]
