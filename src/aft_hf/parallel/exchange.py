@@ -81,7 +81,7 @@ def state_at_end(shard: Shard, problem: Mixing, reach: int) -> tuple[torch.Tenso
         exchange.receive_window(key, value, keys, values, to_end=True)
     if own is None:
         return keys, values, None
-    return keys, values, exchange.combined(exchange.gathered(own), *shard.received(shard.size))
+    return keys, values, exchange.combined(exchange.gathered(own), shard.size)
 
 
 class _WithPast(torch.autograd.Function):
@@ -134,7 +134,7 @@ class _Exchange:
         if not self.far_tokens:
             return keys, values, None, None
         own = self._sums(keys, values)
-        far = self.combined(self.gathered(own), *self.shard.received())
+        far = self.combined(self.gathered(own), self.shard.rank)
         self._put_far(far, keys, values)
         return keys, values, own, far
 
@@ -155,10 +155,9 @@ class _Exchange:
     ) -> None:
         """Exchange tokens with other shards, and write the received ones into the first `reach` keys and values."""
         routes = self.shard.routes(self.reach, to_end=to_end)
-        sent = torch.cat([x.flatten(0, 1)[routes.sent] for x in (key, value)], -1)
-        received = self._exchange(sent, routes.sent_sizes, routes.received_sizes)
-        row, slot = routes.received // self.reach, routes.received % self.reach
-        keys[row, slot], values[row, slot] = received.to(keys.dtype).split([key.shape[-1], value.shape[-1]], -1)
+        sent = torch.cat([key[routes.sent], value[routes.sent]], -1)
+        received = self._exchange(sent, routes.sent_sizes, routes.received_sizes).to(keys.dtype)
+        keys[routes.received], values[routes.received] = received.split([key.shape[-1], value.shape[-1]], -1)
 
     def _exchange(self, tokens: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
         """Send tokens (M, c) to the other processes and receive theirs; `given` and `taken` are the counts of each."""
@@ -169,7 +168,7 @@ class _Exchange:
     def _sums(self, keys: torch.Tensor, values: torch.Tensor) -> ScaledSums:
         """The sums that this shard adds for later shards, as seen from its last token."""
         total = None
-        for key, value in self._summed_parts(keys, values):
+        for _, key, value in self._summed_parts(keys, values):
             maximum = key.amax(1).clamp_min(EMPTY)
             weights = torch.exp(key - maximum.unsqueeze(1))
             sums = ScaledSums((weights * value).sum(1), weights.sum(1), maximum)
@@ -177,52 +176,50 @@ class _Exchange:
         assert total is not None  # a shard has tokens
         return total
 
-    def _summed_parts(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield K + w and V of the tokens to sum over, (B, t, h, k) and (B, t, h, c), part by part."""
-        for start, stop in self._parts(keys.shape[1], values[:, 0].numel()):
-            key, value = (x[:, start:stop].unflatten(-1, (self.num_heads, -1)) for x in (keys, values))
-            hidden, bias = self._bias(start, stop, keys)
-            key = key if bias is None else key + bias
-            yield key if hidden is None else key.masked_fill(hidden, -math.inf), value
+    def _summed_parts(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield parts of the tokens to sum over: their place, K + w and V, (B, t, h, k) and (B, t, h, c)."""
+        last = keys.shape[1] - self.reach
+        step = max(1, NUMBERS_AT_ONCE // max(values[:, 0].numel(), 1))
+        for start in range(self.far_tokens, last, step):
+            place = slice(start, min(start + step, last))
+            key, value = (x[:, place].unflatten(-1, (self.num_heads, -1)) for x in (keys, values))
+            yield place, self._with_bias(key, start - self.far_tokens), value
 
-    def _parts(self, length: int, numbers: int) -> list[tuple[int, int]]:
-        """Start and end of each part of the tokens to sum over; indices include the tokens in front."""
-        first, last = self.far_tokens, length - self.reach
-        step = max(1, NUMBERS_AT_ONCE // max(numbers, 1))
-        return [(start, min(start + step, last)) for start in range(first, last, step)]
-
-    def _bias(self, start: int, stop: int, like: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """For the tokens start .. stop: which are excluded from the sums, (B, t, 1, 1), and w, (B, t, h, 1).
-
-        Each is None if it has no effect.
+    def _with_bias(self, key: torch.Tensor, start: int) -> torch.Tensor:
+        """K + w of the tokens from `start` on, counted from the first of the `reach` tokens before the shard; -inf for
+        tokens that do not count: those within `reach` of the next shard, or not in the document that is open there.
         """
         shard = self.shard
         if shard.is_whole and self.slopes is None:
-            return None, None
-        place = torch.arange(start - self.far_tokens, stop - self.far_tokens, device=like.device)
-        first, last = shard.last_tokens(self.reach).to(like.device).unbind(-1)
-        outside = (place < first[:, None]) | (place >= last[:, None])
-        hidden = None if shard.is_whole else outside[:, :, None, None]
-        if self.slopes is None:
-            return hidden, None
-        distance = (last[:, None] - 1 - place).clamp_min(0)  # padding comes after the last token
-        return hidden, (-distance[..., None].to(like.dtype) * self.slopes.to(like.dtype)).unsqueeze(-1)
+            return key
+        first = shard.open_documents[shard.rank] - shard.starts[shard.rank] + self.reach
+        first, count = torch.stack([first, shard.counts[shard.rank]]).to(key.device).unsqueeze(-1)
+        place = torch.arange(start, start + key.shape[1], device=key.device)
+        if self.slopes is not None:
+            key = key + self._decay((count - 1 - place).clamp_min(0), key)  # padding comes after the last token
+        if shard.is_whole:
+            return key
+        outside = (place < first) | (place >= count)
+        return key.masked_fill(outside[:, :, None, None], -math.inf)
 
     def gathered(self, sums: ScaledSums) -> ScaledSums:
         """Gather the sums of all processes, (N, B, h, c) and (N, B, h, k)."""
         widths = [x.shape[-1] for x in sums]
         return ScaledSums(*self.shard.gather(torch.cat(sums, -1)).split(widths, -1))
 
-    def combined(self, sums: ScaledSums, counts: torch.Tensor, distances: torch.Tensor) -> ScaledSums:
-        """Add up gathered sums: those of the shards in `counts` (N, B), each decayed by its distance (N, B)."""
-        maximum = sums.maximum + self._decays(distances, sums.maximum)
-        maximum = maximum.masked_fill(~counts.to(maximum.device)[..., None, None], EMPTY)
+    def combined(self, sums: ScaledSums, index: int) -> ScaledSums:
+        """Add up those gathered sums that shard `index` receives, each decayed by its distance."""
+        maximum = sums.maximum + self._decay(self.shard.distances[index], sums.maximum)
+        counts = self.shard.continued[index].to(maximum.device)[..., None, None]
+        maximum = maximum.masked_fill(~counts, EMPTY)
         largest = maximum.amax(0)
-        scale = torch.exp(maximum - largest) * counts.to(maximum)[..., None, None]
+        scale = torch.exp(maximum - largest) * counts
         return ScaledSums((sums.numerator * scale).sum(0), (sums.denominator * scale).sum(0), largest)
 
-    def _decays(self, distances: torch.Tensor, like: torch.Tensor) -> torch.Tensor | float:
-        """w at distances (N, B), as (N, B, h, 1)."""
+    def _decay(self, distances: torch.Tensor, like: torch.Tensor) -> torch.Tensor | float:
+        """w at distances (m, n), as (m, n, h, 1)."""
         if self.slopes is None:
             return 0.0
         return (-distances.to(like)[..., None] * self.slopes.to(like)).unsqueeze(-1)
@@ -254,7 +251,7 @@ class _Exchange:
         grad_values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the gradients of key and value from those of the keys and values that `forward` returned."""
-        past, width = self.far_tokens + self.reach, keys.shape[-1]
+        past = self.far_tokens + self.reach
         grad_keys, grad_values = (x.clone(memory_format=torch.contiguous_format) for x in (grad_keys, grad_values))
         if own is not None and far is not None:
             grad_own = self._gradient_of_own(own, far, grad_keys, grad_values)
@@ -262,12 +259,10 @@ class _Exchange:
         grad_key, grad_value = grad_keys[:, past:], grad_values[:, past:]
         if self.reach > 0:
             routes = self.shard.routes(self.reach)
-            row, slot = routes.received // self.reach, routes.received % self.reach + self.far_tokens
-            window = torch.cat([grad_keys[row, slot], grad_values[row, slot]], -1)
+            window = torch.cat([x[:, self.far_tokens :][routes.received] for x in (grad_keys, grad_values)], -1)
             window = self._exchange(window, routes.received_sizes, routes.sent_sizes)
-            row, slot = routes.sent // grad_key.shape[1], routes.sent % grad_key.shape[1]
-            for x, gradient in zip((grad_key, grad_value), window.split([width, values.shape[-1]], -1)):
-                x.index_put_((row, slot), gradient, accumulate=True)
+            for x, gradient in zip((grad_key, grad_value), window.split([keys.shape[-1], values.shape[-1]], -1)):
+                x.index_put_(routes.sent, gradient, accumulate=True)
         return grad_key, grad_value
 
     def _gradient_of_own(
@@ -286,9 +281,9 @@ class _Exchange:
         grad_sums = grad_average / denominator, (grad_key - from_values) / denominator
         grad_numerator, grad_denominator = (x.masked_fill(~exists, 0.0) for x in grad_sums)
         gathered = self.gathered(ScaledSums(grad_numerator, grad_denominator, far.maximum))
-        counts, distances = self.shard.given()
-        exponent = own.maximum + self._decays(distances, own.maximum) - gathered.maximum
-        counts = counts.to(exponent.device)[..., None, None]
+        to_others = slice(self.shard.size), self.shard.rank
+        exponent = own.maximum + self._decay(self.shard.distances[to_others], own.maximum) - gathered.maximum
+        counts = self.shard.continued[to_others].to(exponent.device)[..., None, None]
         scale = torch.exp(exponent.masked_fill(~counts, -math.inf))
         return ScaledSums((gathered.numerator * scale).sum(0), (gathered.denominator * scale).sum(0), own.maximum)
 
@@ -302,13 +297,12 @@ class _Exchange:
     ) -> None:
         """Add the gradients of keys and values that come from the sums over this shard."""
         grad_numerator, grad_denominator, maximum = (x.unsqueeze(1) for x in grad_own)
-        parts = self._parts(keys.shape[1], values[:, 0].numel())
-        for (start, stop), (key, value) in zip(parts, self._summed_parts(keys, values)):
+        for place, key, value in self._summed_parts(keys, values):
             weights = torch.exp(key - maximum)
             grad_value = grad_numerator * weights
             grad_key = (grad_value * value).unflatten(-1, (key.shape[-1], -1)).sum(-1) + grad_denominator * weights
-            grad_keys[:, start:stop] += grad_key.flatten(2)
-            grad_values[:, start:stop] += grad_value.flatten(2)
+            grad_keys[:, place] += grad_key.flatten(2)
+            grad_values[:, place] += grad_value.flatten(2)
 
 
 __all__ = ["state_at_end", "with_past"]

@@ -7,7 +7,8 @@ all shards it computes where this one starts and which tokens the processes send
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -207,18 +208,14 @@ class Shard:
         """(B,), how many tokens of the document that this shard continues are in earlier shards."""
         return (self.starts - self.begins)[self.rank]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The number of positions that the layers compute with: those of the longest document of all shards, or those
         of this shard of an image.
         """
-        return self.length if self.columns else self._longest_document
-
-    @cached_property
-    def _longest_document(self) -> int:
+        if self.columns or self.batch_size == 0:
+            return self.length
         lead, inner = self._descriptions[..., 1], self._descriptions[..., 3]
-        if self.batch_size == 0:
-            return 0
         return int(torch.maximum((self.starts - self.begins)[:-1] + lead, inner).max())
 
     @property
@@ -291,18 +288,8 @@ class Shard:
         continued = self._begins_documents.cumsum(1) == 0
         return self._position + torch.where(continued, self.before.to(self.device)[:, None], 0)
 
-    def last_tokens(self, reach: int) -> torch.Tensor:
-        """The tokens that this shard adds to the running sum, (B, 2): start and end, counted from the first of the
-        `reach` tokens before the shard.
-
-        These are the tokens more than `reach` before the first token of the next shard, in the document that is open
-        there.
-        """
-        here, reset = self.starts[self.rank], self.open_documents[self.rank]
-        return torch.stack([(reset - here + reach).clamp_min(0), self.counts[self.rank]], -1)
-
     @cached_property
-    def _continued(self) -> torch.Tensor:
+    def continued(self) -> torch.Tensor:
         """(N + 1, N, B), entry (r, q): whether the running sum of shard q belongs to the document at the start of
         shard r.
         """
@@ -311,22 +298,9 @@ class Shard:
         return earlier.unsqueeze(-1) & (self.open_documents == self.begins.unsqueeze(1))
 
     @cached_property
-    def _distances(self) -> torch.Tensor:
+    def distances(self) -> torch.Tensor:
         """(N + 1, N, B), entry (r, q): the distance from the last token of shard q to the last one before shard r."""
         return (self.starts.unsqueeze(1) - self.starts[1:]).clamp_min(0)
-
-    def received(self, index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The running sums that a shard (by default this one) receives: whether it uses that of each shard, (N, B),
-        and how far back the sum ends, (N, B).
-        """
-        index = self.rank if index is None else index
-        return self._continued[index], self._distances[index]
-
-    def given(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The shards that use the running sum of this one: whether each of them does, (N, B), and how far back the
-        sum ends for it, (N, B).
-        """
-        return self._continued[: self.size, self.rank], self._distances[: self.size, self.rank]
 
     def routes(self, reach: int, *, to_end: bool = False) -> "Routes":
         """Which tokens the processes exchange so that each shard has the `reach` tokens before it, as far as they
@@ -342,17 +316,14 @@ class Shard:
         return cached[reach, to_end]
 
     def _find_routes(self, reach: int, to_end: bool) -> "Routes":
-        sent: list[int] = []
-        received: list[int] = []
-        sent_sizes, received_sizes = [], []
+        sent, received = [], []
         for other in reversed(range(self.size)) if self.backward else range(self.size):  # in the order of the ranks
             there, here = (self.size, self.size) if to_end else (other, self.rank)
-            sent += (places := self._overlap(self.rank, there, reach, in_shard=True))
-            received += (slots := self._overlap(other, here, reach, in_shard=False))
-            sent_sizes.append(len(places))
-            received_sizes.append(len(slots))
-        from_here, to_here = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (sent, received))
-        return Routes(from_here, to_here, sent_sizes, received_sizes)
+            sent.append(self._overlap(self.rank, there, reach, in_shard=True))
+            received.append(self._overlap(other, here, reach, in_shard=False))
+        flat = (torch.tensor([*chain(*x)], dtype=torch.long, device=self.device) for x in (sent, received))
+        from_here, to_here = ((x // width, x % width) for x, width in zip(flat, (self.length, reach)))
+        return Routes(from_here, to_here, [*map(len, sent)], [*map(len, received)])
 
     def _overlap(self, source: int, target: int, reach: int, in_shard: bool) -> list[int]:
         """The tokens of shard `source` that shard `target` needs, as flat indices: into the (B, T) tokens of the
@@ -363,17 +334,16 @@ class Shard:
         last = torch.minimum(self.starts[target], stop)
         width, origin = (self.length, start) if in_shard else (reach, self.starts[target] - reach)
         indices: list[int] = []
-        for row, (lo, hi, zero) in enumerate(zip(first.tolist(), last.tolist(), origin.tolist())):
-            indices += range(row * width + lo - zero, row * width + hi - zero)
+        for row, (lo, hi) in enumerate(zip((first - origin).tolist(), (last - origin).tolist())):
+            indices += range(row * width + lo, row * width + hi)
         return indices
 
 
-@dataclass(frozen=True, eq=False)
-class Routes:
+class Routes(NamedTuple):
     """The tokens that this process sends and receives, in the order of the other processes."""
 
-    sent: torch.Tensor  # flat indices into (B, T)
-    received: torch.Tensor  # flat indices into (B, reach)
+    sent: tuple[torch.Tensor, ...]  # indices into (B, T)
+    received: tuple[torch.Tensor, ...]  # indices into (B, reach)
     sent_sizes: list[int]
     received_sizes: list[int]
 
