@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.modeling_utils import PreTrainedModel
 
@@ -26,13 +26,8 @@ from .exchange import state_at_end, with_past
 from .shards import Shard, gather_shards, group_of
 
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-
 @contextmanager
-def context_parallel(model: nn.Module, group: "ProcessGroup | DeviceMesh") -> Iterator[None]:
+def context_parallel(model: nn.Module, group: "distributed.ProcessGroup | distributed.DeviceMesh") -> Iterator[None]:
     """Context manager for context parallelism: the inputs of a model are this process's shards of the sequences.
 
     Process r of the group holds the r-th shard of `input_ids`, `attention_mask`, `position_ids` and `labels`, all cut
@@ -96,7 +91,7 @@ REPLACED = (
 )
 
 
-def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+def following_labels(labels: Tensor, group: "distributed.ProcessGroup") -> Tensor:
     """The label of the next token for each token of a shard, (B, T).
 
     For the last token this is the first label of the next shard, and -100 at the end of the sequence.
@@ -106,14 +101,14 @@ def following_labels(labels: torch.Tensor, group: "ProcessGroup") -> torch.Tenso
     return torch.cat([labels[:, 1:], first[:, None]], 1)
 
 
-def total_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
+def total_over(group: "distributed.ProcessGroup", x: Tensor) -> Tensor:
     """Sum a tensor over the processes, without gradients."""
     x = x.detach().clone()
     distributed.all_reduce(x, group=group)
     return x
 
 
-def average_over(group: "ProcessGroup", x: torch.Tensor) -> torch.Tensor:
+def average_over(group: "distributed.ProcessGroup", x: Tensor) -> Tensor:
     """Average a tensor over the processes, which all get the same value. Gradients flow to the tensor of this process
     with factor 1.
     """
@@ -128,16 +123,16 @@ class ContextParallelism:
         group: the process group that shares each sequence.
     """
 
-    def __init__(self, group: "ProcessGroup"):
+    def __init__(self, group: "distributed.ProcessGroup"):
         self.group = group
         self.images: SequenceShard | None = None
 
     def _forward_text(
         self,
         model: Any,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
         cache: AFTCache | None,
         use_cache: bool | None,
         **kwargs: Any,
@@ -155,7 +150,7 @@ class ContextParallelism:
         return BaseModelOutputWithPast(last_hidden_state=model.layernorm(hidden_states), cache=cache)
 
     def _forward_image(
-        self, model: Any, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+        self, model: Any, pixel_values: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
         """Compute the hidden states of rows of images, and the mean over the whole images."""
         self.images = shard = self.shard_images(model, pixel_values, attention_mask)
@@ -163,22 +158,20 @@ class ContextParallelism:
         for layer in model.layers:
             hidden_states = layer(hidden_states, grid_size=grid_size, visibility=shard, **kwargs)
         hidden_states = model.layernorm(hidden_states)
-        pooled = average_over(self.group, hidden_states.mean(1) * shard.share)
+        weight = shard.length * shard.size / max(shard.total_length, 1)  # of the mean of this shard in the average
+        pooled = average_over(self.group, hidden_states.mean(1) * weight)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
-    def positions(self, embeddings: Any, height: int, width: int) -> torch.Tensor | None:
+    def positions(self, embeddings: Any, height: int, width: int) -> Tensor | None:
         """Return the position embeddings of this process's rows of images."""
         shard = self.images
         assert shard is not None
-        rows = shard.total_length // shard.columns
+        rows, first = shard.total_length // shard.columns, int(shard.starts[shard.rank, :1].sum())
         positions = type(embeddings).positions(embeddings, rows * embeddings.grid_stride[0], width)
-        return None if positions is None else positions.narrow(1, shard.first_row * shard.columns, shard.length)
+        return None if positions is None else positions.narrow(1, first, shard.length)
 
     def shard_text(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        packing: dict[str, torch.Tensor | None],
+        self, inputs_embeds: Tensor, attention_mask: Tensor | None, packing: dict[str, Tensor | None]
     ) -> "SequenceShard":
         """Return the shard of the inputs of a text model.
 
@@ -220,9 +213,7 @@ class ContextParallelism:
             return replace(shard, begins_documents=kept, position_ids=None)
         return shard
 
-    def shard_images(
-        self, model: Any, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> "SequenceShard":
+    def shard_images(self, model: Any, pixel_values: Tensor, attention_mask: Tensor | None) -> "SequenceShard":
         """Return the shard for `pixel_values`, this process's rows of images.
 
         Raises:
@@ -247,13 +238,13 @@ class ContextParallelism:
     def _loss(
         self,
         model: Any,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        entropy: torch.Tensor | None,
-        num_items_in_batch: int | torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
+        logits: Tensor,
+        labels: Tensor,
+        entropy: Tensor | None,
+        num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the loss of next-token prediction of the whole sequences."""
         following = following_labels(labels, self.group) if shift_labels is None else shift_labels.contiguous()
         targets = total_over(self.group, (following != -100).sum())
@@ -296,7 +287,7 @@ class SequenceShard(Shard):
         if state is not None and (state.is_initialized or self.begins_documents is not None):
             raise ValueError("shards can start a state, with one document per row, but do not continue one")
 
-    def mix(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> torch.Tensor:
+    def mix(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> Tensor:
         """Compute Eq. 2 for the queries of this shard, (B, T, d), and set the state to that at the end of the rows."""
         self.check(mixer, problem, state)
         query, mask = problem.query, self.padding_mask
@@ -325,7 +316,7 @@ class SequenceShard(Shard):
         state.count(self.total_length, real if state.padded else None)
 
 
-def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
+def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) -> Tensor:
     """Compute a causal shard: prepend tokens that stand for everything before it, and mix the result as usual."""
     biases = problem.biases
     assert biases.reach is not None
@@ -351,7 +342,7 @@ def _mix_causal(shard: "SequenceShard", problem: Mixing, implementation: str) ->
     return context[:, past:].to(problem.value.dtype)
 
 
-def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> torch.Tensor:
+def _mix_rows(shard: "SequenceShard", problem: Mixing, implementation: str) -> Tensor:
     """Compute a bidirectional shard, of images or of sequences: prepend and append the grid rows within reach of the
     kernels and one sum for all rows farther away, and mix the result as an image with more rows.
     """

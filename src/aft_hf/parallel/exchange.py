@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
 from ..mixing_aft import Mixing
@@ -35,9 +35,9 @@ NUMBERS_AT_ONCE = 2**22
 class ScaledSums(NamedTuple):
     """The sums of exp(K + w) V and of exp(K + w), both divided by exp(maximum); `maximum` carries no gradient."""
 
-    numerator: torch.Tensor  # (..., c)
-    denominator: torch.Tensor  # (..., k)
-    maximum: torch.Tensor  # (..., k)
+    numerator: Tensor  # (..., c)
+    denominator: Tensor  # (..., k)
+    maximum: Tensor  # (..., k)
 
     def merge(self, other: "ScaledSums") -> "ScaledSums":
         """Return the sums over the positions of both."""
@@ -50,7 +50,7 @@ class ScaledSums(NamedTuple):
         )
 
 
-def with_past(shard: Shard, problem: Mixing, reach: int) -> tuple[torch.Tensor, torch.Tensor]:
+def with_past(shard: Shard, problem: Mixing, reach: int) -> tuple[Tensor, Tensor]:
     """Prepend the tokens that stand for everything before a shard to its keys and values.
 
     Args:
@@ -66,7 +66,7 @@ def with_past(shard: Shard, problem: Mixing, reach: int) -> tuple[torch.Tensor, 
 
 
 @torch.no_grad()
-def state_at_end(shard: Shard, problem: Mixing, reach: int) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None]:
+def state_at_end(shard: Shard, problem: Mixing, reach: int) -> tuple[Tensor, Tensor, ScaledSums | None]:
     """Compute the cached state after the last shard, in every process. The arguments are those of `with_past`.
 
     Returns:
@@ -88,9 +88,7 @@ class _WithPast(torch.autograd.Function):
     """`with_past` as an autograd function. All processes must run its forward and backward pass at the same point."""
 
     @staticmethod
-    def forward(
-        ctx: Any, exchange: "_Exchange", key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, exchange: "_Exchange", key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ctx.exchange, ctx.dtypes = exchange, (key.dtype, value.dtype)
         keys, values, own, far = exchange.forward(key, value)
         ctx.save_for_backward(keys, values, *(own or ()), *(far or ()))
@@ -98,12 +96,8 @@ class _WithPast(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        keys, values, *sums = ctx.saved_tensors
-        own, far = (ScaledSums(*sums[:3]), ScaledSums(*sums[3:])) if sums else (None, None)
-        grad_key, grad_value = ctx.exchange.backward(keys, values, own, far, grad_keys, grad_values)
+    def backward(ctx: Any, grad_keys: Tensor, grad_values: Tensor) -> tuple[None, Tensor, Tensor]:
+        grad_key, grad_value = ctx.exchange.backward(*ctx.saved_tensors, grad_keys=grad_keys, grad_values=grad_values)
         return None, grad_key.to(ctx.dtypes[0]), grad_value.to(ctx.dtypes[1])
 
 
@@ -119,9 +113,7 @@ class _Exchange:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def forward(
-        self, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, ScaledSums | None, ScaledSums | None]:
+    def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, ScaledSums | None, ScaledSums | None]:
         """Return the keys and values of `with_past`, the sums over this shard, and the sums over the tokens far back.
 
         Both sums are None if tokens beyond `reach` are hidden.
@@ -138,20 +130,14 @@ class _Exchange:
         self._put_far(far, keys, values)
         return keys, values, own, far
 
-    def new_window(self, key: torch.Tensor, value: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def new_window(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of hidden tokens, (B, length, h k) and (B, length, d)."""
         dtype = working_dtype(value)
         hidden = key.new_full((len(key), length, key.shape[-1]), -math.inf, dtype=dtype)
         return hidden, value.new_zeros((len(key), length, value.shape[-1]), dtype=dtype)
 
     def receive_window(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        to_end: bool = False,
+        self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, *, to_end: bool = False
     ) -> None:
         """Exchange tokens with other shards, and write the received ones into the first `reach` keys and values."""
         routes = self.shard.routes(self.reach, to_end=to_end)
@@ -159,13 +145,13 @@ class _Exchange:
         received = self._exchange(sent, routes.sent_sizes, routes.received_sizes).to(keys.dtype)
         keys[routes.received], values[routes.received] = received.split([key.shape[-1], value.shape[-1]], -1)
 
-    def _exchange(self, tokens: torch.Tensor, given: list[int], taken: list[int]) -> torch.Tensor:
+    def _exchange(self, tokens: Tensor, given: list[int], taken: list[int]) -> Tensor:
         """Send tokens (M, c) to the other processes and receive theirs; `given` and `taken` are the counts of each."""
         received = tokens.new_empty(sum(taken), tokens.shape[-1])
         distributed.all_to_all_single(received, tokens.contiguous(), taken, given, group=self.shard.group)
         return received
 
-    def _sums(self, keys: torch.Tensor, values: torch.Tensor) -> ScaledSums:
+    def _sums(self, keys: Tensor, values: Tensor) -> ScaledSums:
         """The sums that this shard adds for later shards, as seen from its last token."""
         total = None
         for _, key, value in self._summed_parts(keys, values):
@@ -176,9 +162,7 @@ class _Exchange:
         assert total is not None  # a shard has tokens
         return total
 
-    def _summed_parts(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def _summed_parts(self, keys: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield parts of the tokens to sum over: their place, K + w and V, (B, t, h, k) and (B, t, h, c)."""
         last = keys.shape[1] - self.reach
         step = max(1, NUMBERS_AT_ONCE // max(values[:, 0].numel(), 1))
@@ -187,7 +171,7 @@ class _Exchange:
             key, value = (x[:, place].unflatten(-1, (self.num_heads, -1)) for x in (keys, values))
             yield place, self._with_bias(key, start - self.far_tokens), value
 
-    def _with_bias(self, key: torch.Tensor, start: int) -> torch.Tensor:
+    def _with_bias(self, key: Tensor, start: int) -> Tensor:
         """K + w of the tokens from `start` on, counted from the first of the `reach` tokens before the shard; -inf for
         tokens that do not count: those within `reach` of the next shard, or not in the document that is open there.
         """
@@ -218,13 +202,13 @@ class _Exchange:
         scale = torch.exp(maximum - largest) * counts
         return ScaledSums((sums.numerator * scale).sum(0), (sums.denominator * scale).sum(0), largest)
 
-    def _decay(self, distances: torch.Tensor, like: torch.Tensor) -> torch.Tensor | float:
+    def _decay(self, distances: Tensor, like: Tensor) -> Tensor | float:
         """w at distances (m, n), as (m, n, h, 1)."""
         if self.slopes is None:
             return 0.0
         return (-distances.to(like)[..., None] * self.slopes.to(like)).unsqueeze(-1)
 
-    def _put_far(self, far: ScaledSums, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _put_far(self, far: ScaledSums, keys: Tensor, values: Tensor) -> None:
         """Write the sums over the tokens far back as two summary tokens: one with slightly less than the whole sum,
         and one with the remainder.
         """
@@ -242,19 +226,13 @@ class _Exchange:
     # -------------------------------------------------------------------------------------------------- backward
 
     def backward(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        own: ScaledSums | None,
-        far: ScaledSums | None,
-        grad_keys: torch.Tensor,
-        grad_values: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of key and value from those of the keys and values that `forward` returned."""
+        self, keys: Tensor, values: Tensor, *sums: Tensor, grad_keys: Tensor, grad_values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of key and value from the results of `forward` and the gradients of keys and values."""
         past = self.far_tokens + self.reach
         grad_keys, grad_values = (x.clone(memory_format=torch.contiguous_format) for x in (grad_keys, grad_values))
-        if own is not None and far is not None:
-            grad_own = self._gradient_of_own(own, far, grad_keys, grad_values)
+        if sums:
+            grad_own = self._gradient_of_own(ScaledSums(*sums[:3]), ScaledSums(*sums[3:]), grad_keys, grad_values)
             self._add_from_sums(keys, values, grad_own, grad_keys, grad_values)
         grad_key, grad_value = grad_keys[:, past:], grad_values[:, past:]
         if self.reach > 0:
@@ -265,9 +243,7 @@ class _Exchange:
                 x.index_put_(routes.sent, gradient, accumulate=True)
         return grad_key, grad_value
 
-    def _gradient_of_own(
-        self, own: ScaledSums, far: ScaledSums, grad_keys: torch.Tensor, grad_values: torch.Tensor
-    ) -> ScaledSums:
+    def _gradient_of_own(self, own: ScaledSums, far: ScaledSums, grad_keys: Tensor, grad_values: Tensor) -> ScaledSums:
         """The gradients of the sums over this shard, added up over all later shards, as `ScaledSums` whose maximum is
         that of `own`.
         """
@@ -288,12 +264,7 @@ class _Exchange:
         return ScaledSums((gathered.numerator * scale).sum(0), (gathered.denominator * scale).sum(0), own.maximum)
 
     def _add_from_sums(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        grad_own: ScaledSums,
-        grad_keys: torch.Tensor,
-        grad_values: torch.Tensor,
+        self, keys: Tensor, values: Tensor, grad_own: ScaledSums, grad_keys: Tensor, grad_values: Tensor
     ) -> None:
         """Add the gradients of keys and values that come from the sums over this shard."""
         grad_numerator, grad_denominator, maximum = (x.unsqueeze(1) for x in grad_own)

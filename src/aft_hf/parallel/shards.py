@@ -8,18 +8,13 @@ all shards it computes where this one starts and which tokens the processes send
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-def group_of(group: "ProcessGroup | DeviceMesh") -> "ProcessGroup":
+def group_of(group: "distributed.ProcessGroup | distributed.DeviceMesh") -> "distributed.ProcessGroup":
     """Return the process group of a mesh; raise a ValueError if this process is not in the group."""
     own: Any = group.get_group() if hasattr(group, "get_group") else group
     if own is distributed.GroupMember.NON_GROUP_MEMBER:
@@ -27,7 +22,9 @@ def group_of(group: "ProcessGroup | DeviceMesh") -> "ProcessGroup":
     return own
 
 
-def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 1, unit: int = 1) -> torch.Tensor:
+def local_shard(
+    x: Tensor, group: "distributed.ProcessGroup | distributed.DeviceMesh", dim: int = 1, unit: int = 1
+) -> Tensor:
     """Return this process's shard of a tensor that holds whole sequences.
 
     If the length is not a multiple of the number of processes, the first shards are longer.
@@ -52,7 +49,7 @@ def local_shard(x: torch.Tensor, group: "ProcessGroup | DeviceMesh", dim: int = 
     return x.tensor_split(ends, dim)[distributed.get_rank(group)]
 
 
-def gather_shards(x: torch.Tensor, group: "ProcessGroup") -> torch.Tensor:
+def gather_shards(x: Tensor, group: "distributed.ProcessGroup") -> Tensor:
     """Gather the tensors of all processes, (N, ...), without gradients."""
     x = x.contiguous()
     shards = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
@@ -82,15 +79,15 @@ class Shard:
         ValueError: the processes have images with different numbers of patches in a row.
     """
 
-    group: "ProcessGroup"
+    group: "distributed.ProcessGroup"
     batch_size: int
     length: int
     device: torch.device
-    padding_mask: torch.Tensor | None = None
-    begins_documents: torch.Tensor | None = None
+    padding_mask: Tensor | None = None
+    begins_documents: Tensor | None = None
     columns: int = 0
     backward: bool = False
-    position_ids: torch.Tensor | None = None
+    position_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         columns = self._descriptions[..., 6]  # a collective, so it runs here, which all processes reach
@@ -118,7 +115,7 @@ class Shard:
         """The shards of the reversed sequences. Only for sequences without padding and documents."""
         return replace(self, backward=True)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Gather the tensors of all shards, (N, ...), in the order of the shards and without gradients."""
         shards = gather_shards(x, self.group)
         return shards.flip(0) if self.backward else shards
@@ -126,7 +123,7 @@ class Shard:
     # ---------------------------------------------------------------------------------------- all shards, on the host
 
     @cached_property
-    def _descriptions(self) -> torch.Tensor:
+    def _descriptions(self) -> Tensor:
         """Eleven integers for each shard and row, (N, B, 11): the number of real tokens, of real tokens before the
         first start of a document, and of real tokens from the last start on; the length of the longest document that
         starts in the shard; whether a document starts in it; the number of all tokens; the patches in a row of an
@@ -135,7 +132,7 @@ class Shard:
         """
         return self.gather(self._description()).cpu()
 
-    def _description(self) -> torch.Tensor:
+    def _description(self) -> Tensor:
         """The part of `_descriptions` that describes this shard, (B, 11)."""
         if self.padding_mask is None and self.begins_documents is None:
             whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns, -1, -1, -1, -1]
@@ -153,7 +150,7 @@ class Shard:
         )
         return torch.cat([torch.stack(columns, -1), self._given_positions()], -1)
 
-    def _given_positions(self) -> torch.Tensor:
+    def _given_positions(self) -> Tensor:
         """The part of `_descriptions` about `position_ids`, (B, 4)."""
         if self.position_ids is None:
             return torch.full((self.batch_size, 4), -1, device=self.device)
@@ -165,33 +162,33 @@ class Shard:
         return torch.stack([torch.where(lowest == highest, lowest, -1), jumps.any(1).long(), *ends], -1)
 
     @cached_property
-    def _mask(self) -> torch.Tensor:
+    def _mask(self) -> Tensor:
         if self.padding_mask is not None:
             return self.padding_mask.bool()
         return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
 
     @cached_property
-    def _begins_documents(self) -> torch.Tensor:
+    def _begins_documents(self) -> Tensor:
         return torch.zeros_like(self._mask) if self.begins_documents is None else self.begins_documents
 
     @property
-    def _position(self) -> torch.Tensor:
+    def _position(self) -> Tensor:
         """(B, T), how many real tokens of this shard and of the same document are before each token."""
         before = self._mask.cumsum(1) - self._mask.long()
         return before - torch.where(self._begins_documents, before, 0).cummax(1).values
 
     @cached_property
-    def counts(self) -> torch.Tensor:
+    def counts(self) -> Tensor:
         """(N, B), the number of real tokens of each shard."""
         return self._descriptions[..., 0]
 
     @cached_property
-    def starts(self) -> torch.Tensor:
+    def starts(self) -> Tensor:
         """(N + 1, B), the place of the first token of each shard; the last entry is the end of the rows."""
         return torch.nn.functional.pad(self.counts.cumsum(0), (0, 0, 1, 0))
 
     @cached_property
-    def open_documents(self) -> torch.Tensor:
+    def open_documents(self) -> Tensor:
         """(N, B), the place of the first token of the last document of each shard, the one that may continue in the
         next shard.
         """
@@ -199,12 +196,12 @@ class Shard:
         return torch.where(any_start > 0, self.starts[1:] - last, 0).cummax(0).values
 
     @cached_property
-    def begins(self) -> torch.Tensor:
+    def begins(self) -> Tensor:
         """(N + 1, B), the place of the first token of the document that each shard continues."""
         return torch.nn.functional.pad(self.open_documents, (0, 0, 1, 0))
 
     @cached_property
-    def before(self) -> torch.Tensor:
+    def before(self) -> Tensor:
         """(B,), how many tokens of the document that this shard continues are in earlier shards."""
         return (self.starts - self.begins)[self.rank]
 
@@ -224,7 +221,7 @@ class Shard:
         return int(self._descriptions[:, :1, 5].sum())
 
     @cached_property
-    def single_documents(self) -> torch.Tensor:
+    def single_documents(self) -> Tensor:
         """(B,), the rows, over all shards, of which `position_ids` say that they are one document: they count the real
         tokens, and either start only with the first of them, or do not count all tokens of packed documents.
         """
@@ -239,39 +236,27 @@ class Shard:
         """Whether this shard has no padding and no document starts in it."""
         return bool((self.counts[self.rank] == self.length).all()) and not self._descriptions[self.rank, :, 4].any()
 
-    @property
-    def first_row(self) -> int:
-        """Index of the first row of patches in this shard."""
-        return int(self.starts[self.rank, :1].sum()) // self.columns
-
-    @property
-    def share(self) -> float:
-        """The fraction of all tokens that this shard has, times the number of shards: the weight of its mean in an
-        average over the shards.
-        """
-        return self.length * self.size / max(self.total_length, 1)
-
     # ------------------------------------------------------------------------------------------------ for the mixers
 
     @property
-    def real(self) -> torch.Tensor:
+    def real(self) -> Tensor:
         """Raise a ValueError: no process has all pairs of tokens."""
         raise ValueError("output_attentions needs whole sequences and does not support context_parallel")
 
     pairs = real
 
     @cached_property
-    def _order(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _order(self) -> tuple[Tensor, Tensor]:
         """Two permutations (B, T): the tokens with padding behind the real ones, and back."""
         order = (~self._mask).long().argsort(dim=1, stable=True)
         return order, order.argsort(1)
 
-    def ordered(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    def ordered(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Return x (B, T, c) with the padding of each row behind its real tokens, or `back` in its own order."""
         return x.gather(1, self._order[back].unsqueeze(-1).expand_as(x))
 
     @cached_property
-    def ordered_documents(self) -> torch.Tensor | None:
+    def ordered_documents(self) -> Tensor | None:
         """(B, T), the number of each token's document after `ordered`, 0 for the one that this shard continues.
 
         None if no document starts here.
@@ -283,13 +268,13 @@ class Shard:
         return document if self.padding_mask is None else document.gather(1, self._order[0]).cummax(1).values
 
     @property
-    def position(self) -> torch.Tensor:
+    def position(self) -> Tensor:
         """(B, T), the position of each token in its document, not counting the padding of the shard."""
         continued = self._begins_documents.cumsum(1) == 0
         return self._position + torch.where(continued, self.before.to(self.device)[:, None], 0)
 
     @cached_property
-    def continued(self) -> torch.Tensor:
+    def continued(self) -> Tensor:
         """(N + 1, N, B), entry (r, q): whether the running sum of shard q belongs to the document at the start of
         shard r.
         """
@@ -298,7 +283,7 @@ class Shard:
         return earlier.unsqueeze(-1) & (self.open_documents == self.begins.unsqueeze(1))
 
     @cached_property
-    def distances(self) -> torch.Tensor:
+    def distances(self) -> Tensor:
         """(N + 1, N, B), entry (r, q): the distance from the last token of shard q to the last one before shard r."""
         return (self.starts.unsqueeze(1) - self.starts[1:]).clamp_min(0)
 
@@ -342,8 +327,8 @@ class Shard:
 class Routes(NamedTuple):
     """The tokens that this process sends and receives, in the order of the other processes."""
 
-    sent: tuple[torch.Tensor, ...]  # indices into (B, T)
-    received: tuple[torch.Tensor, ...]  # indices into (B, reach)
+    sent: tuple[Tensor, ...]  # indices into (B, T)
+    received: tuple[Tensor, ...]  # indices into (B, reach)
     sent_sizes: list[int]
     received_sizes: list[int]
 
