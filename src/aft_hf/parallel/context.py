@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .. import modeling_aft
 from ..caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
-from ..mixing_aft import PACKING_INPUTS, Mixing, Visibility, mix, mix_causal
+from ..mixing_aft import PACKING_INPUTS, Mixing, mix, mix_causal, without_padding
 from ..portable_aft import hide, read, split_heads
 from ..position_biases_aft import GridKernel, widen
 from .exchange import state_at_end, with_past
@@ -198,9 +198,8 @@ class ContextParallelism:
         if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(f"position_ids must be ({batch} or 1, {length}), got {tuple(position_ids.shape)}")
         starts = None if position_ids is None else (position_ids == 0).expand(batch, -1)
-        visibility = Visibility.of(attention_mask)
-        mask = None if visibility is None else visibility.real
-        shard = SequenceShard(self.group, batch, length, inputs_embeds.device, mask, starts, position_ids=position_ids)
+        device = inputs_embeds.device
+        shard = SequenceShard(self.group, batch, length, device, attention_mask, starts, position_ids=position_ids)
         given = position_ids if attention_mask is None else None
         if given is not None and given.device.type == "cpu" and read((shard.position != given).any()):
             raise ValueError(
@@ -290,16 +289,18 @@ class SequenceShard(Shard):
     def mix(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> Tensor:
         """Compute Eq. 2 for the queries of this shard, (B, T, d), and set the state to that at the end of the rows."""
         self.check(mixer, problem, state)
-        query, mask = problem.query, self.padding_mask
-        problem = replace(problem, visibility=None, query=None)
-        if mask is not None:  # the exchange takes rows whose real tokens come first
-            key, value = (self.ordered(x) for x in hide(problem.key, problem.value, ~mask.bool().unsqueeze(-1)))
+        query, seen, restored = problem.query, self.visibility, None
+        problem = replace(problem, visibility=seen, query=None)
+        if seen is not None:  # the exchange takes rows whose real tokens come first, with hidden ones behind
+            problem, restored = without_padding(problem)
+            behind = torch.arange(self.length, device=self.device) >= seen.real.sum(1, keepdim=True)
+            key, value = hide(problem.key, problem.value, behind.unsqueeze(-1))
             problem = replace(problem, key=key, value=value)
         if state is not None:
             self.take_in(state, problem)
         context = (_mix_causal if problem.causal else _mix_rows)(self, problem, mixer.mixing_implementation)
-        if mask is not None:
-            context = self.ordered(context, back=True).masked_fill(~mask.bool().unsqueeze(-1), 0.0)
+        if restored is not None:
+            context = restored(context)
         return context if query is None else torch.sigmoid(query) * context
 
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:

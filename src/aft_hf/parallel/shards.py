@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from ..mixing_aft import Visibility
+
 
 def group_of(group: "distributed.ProcessGroup | distributed.DeviceMesh") -> "distributed.ProcessGroup":
     """Return the process group of a mesh; raise a ValueError if this process is not in the group."""
@@ -68,7 +70,7 @@ class Shard:
         batch_size: B.
         length: T, the number of tokens in this shard, padding included.
         device: the device of the tensors of the shard.
-        padding_mask: (B, T) boolean, False for padding; None if there is no padding.
+        padding_mask: (B, T), 0 for padding; None if there is no padding.
         begins_documents: (B, T) boolean, True where a packed document starts; tokens before the first start continue a
             document of an earlier shard. None if no document starts here.
         columns: for images, the number of patches in a row; 0 for text.
@@ -134,7 +136,7 @@ class Shard:
 
     def _description(self) -> Tensor:
         """The part of `_descriptions` that describes this shard, (B, 11)."""
-        if self.padding_mask is None and self.begins_documents is None:
+        if self.visibility is None and self.begins_documents is None:
             whole = [self.length, self.length, self.length, 0, 0, self.length, self.columns, -1, -1, -1, -1]
             return torch.tensor(whole, device=self.device).repeat(self.batch_size, 1)
         mask, document = self._mask, self._begins_documents.cumsum(1)  # document 0 continues an earlier one
@@ -162,9 +164,14 @@ class Shard:
         return torch.stack([torch.where(lowest == highest, lowest, -1), jumps.any(1).long(), *ends], -1)
 
     @cached_property
+    def visibility(self) -> Visibility | None:
+        """The padding of this shard; None without padding."""
+        return Visibility.of(self.padding_mask)
+
+    @cached_property
     def _mask(self) -> Tensor:
-        if self.padding_mask is not None:
-            return self.padding_mask.bool()
+        if self.visibility is not None:
+            return self.visibility.real
         return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
 
     @cached_property
@@ -246,26 +253,16 @@ class Shard:
     pairs = real
 
     @cached_property
-    def _order(self) -> tuple[Tensor, Tensor]:
-        """Two permutations (B, T): the tokens with padding behind the real ones, and back."""
-        order = (~self._mask).long().argsort(dim=1, stable=True)
-        return order, order.argsort(1)
-
-    def ordered(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Return x (B, T, c) with the padding of each row behind its real tokens, or `back` in its own order."""
-        return x.gather(1, self._order[back].unsqueeze(-1).expand_as(x))
-
-    @cached_property
     def ordered_documents(self) -> Tensor | None:
-        """(B, T), the number of each token's document after `ordered`, 0 for the one that this shard continues.
-
-        None if no document starts here.
+        """(B, T), the number of each token's document, 0 for the one that this shard continues, with padding after the
+        real tokens. None if no document starts here.
         """
         if self.begins_documents is None or not self._descriptions[self.rank, :, 4].any():
             return None
         document = self.begins_documents.cumsum(1)
-        # Padding that was between documents counts as part of the last document.
-        return document if self.padding_mask is None else document.gather(1, self._order[0]).cummax(1).values
+        if self.visibility is not None and self.visibility.order is not None:
+            document = document.flatten()[self.visibility.order[0]]
+        return document.cummax(1).values  # padding that was between documents counts as part of the last document
 
     @property
     def position(self) -> Tensor:
