@@ -6,7 +6,6 @@ models are the pre-norm blocks of labml_nn.transformers between an embedding (`s
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,11 +33,10 @@ NAMES = {
     r"^src_embed\.(linear\.)?weight$": "aft.embeddings.word_embeddings.weight",
     r"^src_embed\.positional_encodings$": "aft.embeddings.position_embeddings.weight",
 }
-SCALED = "src_embed.linear.weight"  # by sqrt(d) before the positional encodings, learned or fixed, are added
 WORDS, POSITIONS = "aft.embeddings.word_embeddings.weight", "aft.embeddings.position_embeddings.weight"
-MASK, TABLE = "local_mask", "position_bias_table"
 
 
+@torch.no_grad()
 def convert_labml(
     state_dict: Mapping[str, torch.Tensor], *, causal: bool = True, hidden_act: str = "relu"
 ) -> AFTLocal | AFTForCausalLM:
@@ -59,70 +57,53 @@ def convert_labml(
         ValueError: `hidden_act` is unknown.
     """
     AFTConfig(hidden_act=hidden_act)  # an unknown one is not a fault of the weights
-    with explained("the weights are not those of labml's AFT-local", ConversionError):
-        has_masks = any(re.fullmatch(rf"(encoder\..+\.)?{MASK}", str(name)) for name in state_dict)
-        if not has_masks or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
-            raise ConversionError(
-                "these are not the weights of labml's AFT-local; give model.state_dict(), whose names have no prefix "
-                "(module., _orig_mod.) before local_mask or encoder, and whose values are tensors"
-            )
+    instead = "give model.state_dict(), whose names have no prefix (module., _orig_mod.)"
+    with explained(f"the weights are not those of labml's AFT-local; {instead}", ConversionError):
         tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
         if len(tensors) < len(state_dict):
             raise ConversionError("two names in the state dict stand for the same tensor; remove one of them")
-        masks = {name.replace(MASK, TABLE): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
-        sizes = {(len(mask), int(mask[0].sum())) for mask in masks.values()}
-        dtypes = {tensor.dtype for tensor in tensors.values()}
-        if len(sizes) != 1 or len(dtypes) != 1:
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise ConversionError(
-                f"its layers must have one (length, window) and dtype, got {sorted(sizes)} and {names}"
-            )
-        ((length, window),) = sizes
-        distance = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-        if not all(torch.equal(mask.cpu(), distance < window) for mask in masks.values()):
-            raise ConversionError("each local_mask must be a window around the diagonal")
-        tensors |= {name: tensors[name].unsqueeze(0) for name in masks}
-        if masks.keys() == {TABLE}:
+        masks = [tensors.pop(name).cpu() for name in list(tensors) if name.endswith("local_mask")]
+        length, window = len(masks[0]), int(masks[0][0].sum())
+        inside = (torch.arange(length)[:, None] - torch.arange(length)).abs() < window
+        if not all(torch.equal(mask, inside) for mask in masks):
+            raise ConversionError("each local_mask must be the same window around the diagonal")
+        for name in tensors:
+            if name.endswith("position_bias_table"):
+                tensors[name] = tensors[name].unsqueeze(0)
+        (dtype,) = {tensor.dtype for tensor in tensors.values()}  # others would be converted
+        if "position_bias_table" in tensors:  # a layer
             options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}
-            module: Any = AFTLocal(len(tensors["o_proj.bias"]), length, window, causal=causal, **options)
-        else:
-            if SCALED in state_dict:
-                tensors[WORDS] = tensors[WORDS] * math.sqrt(tensors[WORDS].shape[1])
-            module = _empty_model(tensors, length, window, hidden_act)
-        module.to(*dtypes).load_state_dict(tensors)
-        return module.eval()
-
-
-def _empty_model(tensors: dict[str, torch.Tensor], length: int, window: int, hidden_act: str) -> AFTForCausalLM:
-    """Return a new model for `tensors`, and change what it stores in another way: positions and the head's bias."""
-    vocabulary, width = tensors[WORDS].shape
-    if POSITIONS in tensors:
-        tensors[POSITIONS] = tensors[POSITIONS][:length].squeeze(1)
-    layers = [len(value) for name, value in tensors.items() if name.endswith(".mlp.fc1.weight")]
-    if (bias := tensors.pop("lm_head.bias", None)) is not None:
-        # A shift x of the head's input, by the bias of the last norm, replaces the bias of the head: weight x = bias.
-        weight = tensors["lm_head.weight"].double()
-        shift = torch.linalg.pinv(weight) @ bias.double()
-        if not torch.allclose(weight @ shift, bias.double(), atol=1e-6):
-            raise ConversionError(
-                "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can replace "
-                f"this one of {len(bias)} tokens with {width} features; set it to 0, convert, and fine-tune"
-            )
-        if tensors["aft.layernorm.bias"].shape != shift.shape:
-            raise ConversionError("encoder.norm.bias and generator.projection.bias must have one dimension each")
-        tensors["aft.layernorm.bias"] = tensors["aft.layernorm.bias"] + shift.to(bias.dtype)
-    return AFTForCausalLM(
-        AFTConfig(
+            layer = AFTLocal(len(tensors["o_proj.bias"]), length, window, causal=causal, **options).to(dtype)
+            layer.load_state_dict(tensors)
+            return layer.eval()
+        if POSITIONS in tensors:
+            tensors[POSITIONS] = tensors[POSITIONS][:length].squeeze(1)
+        bias = tensors.pop("lm_head.bias", None)
+        config = AFTConfig(
             aft_type="local",
-            hidden_size=width,
-            num_hidden_layers=len(layers),
-            intermediate_size=layers[0],
+            hidden_size=tensors[WORDS].shape[1],
+            num_hidden_layers=len(masks),
+            intermediate_size=len(tensors["aft.layers.0.mlp.fc1.weight"]),
             hidden_act=hidden_act,
             position_bias_dim=None,
             window_size=window,
             max_position_embeddings=length,
-            vocab_size=vocabulary,
+            vocab_size=len(tensors[WORDS]),
             qkv_bias="aft.layers.0.mixer.q_proj.bias" in tensors,
             use_position_embeddings=POSITIONS in tensors,
         )
-    )
+        model: Any = AFTForCausalLM(config).to(dtype)  # type: ignore[arg-type]  # the wrapper of transformers
+        model.load_state_dict(tensors)
+        if "src_embed.linear.weight" in state_dict:  # labml scales it before it adds the positional encodings
+            model.aft.embeddings.word_embeddings.weight.mul_(math.sqrt(config.hidden_size))
+        if bias is not None:
+            # A shift x of the head's input, by the bias of the last norm, replaces the bias of the head: W x = bias.
+            weight = model.lm_head.weight.double()
+            shift = torch.linalg.pinv(weight) @ bias.double()
+            if not torch.allclose(weight @ shift, bias.double(), atol=1e-6):
+                raise ConversionError(
+                    "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can "
+                    f"replace this one of {len(bias)} tokens with {len(shift)} features; set it to 0 and fine-tune"
+                )
+            model.aft.layernorm.bias.add_(shift)
+        return model.eval()
