@@ -107,7 +107,10 @@ def image(
         processor.save_pretrained(source)
 
     console.rule("2. Converting it to AFT-conv")
-    converted_path, conversion = out / "converted", {"overwrite": True, "kernel_size": 7}
+    converted_path, distilled_path, conversion = out / "converted", out / "aft-conv-distilled", {"kernel_size": 7}
+    for earlier in (converted_path, distilled_path):
+        if (earlier / REPORT_NAME).exists():
+            shutil.rmtree(earlier)
     conversion |= {} if teacher is None else {"num_heads": 12}  # 12 divides the width of our ViT
     converted, report = save_converted(source, converted_path, **conversion)
     console.print(report.summary())
@@ -131,7 +134,7 @@ def image(
     rows = [("AFT-conv, fine-tuned", converted, tuned_path), ("AFT-conv, random", scratch, scratch_path)]
     if teacher is not None:  # another source has other classes
         console.rule("4. Distilling the ViT without labels")
-        distilled_path, steps = out / "aft-conv-distilled", 20 if short else DISTILLATION_STEPS
+        steps = 20 if short else DISTILLATION_STEPS
         unlabeled = out / "digits" / "train.parquet"
         distillation = {"images": ImagesOnDisk(unlabeled), "steps": steps, "learning_rate": DISTILLATION_RATE}
         conversion |= {"init": "attention", "images": read_images(unlabeled, 256), "distillation": distillation}

@@ -246,7 +246,8 @@ class Runner:
                 self._train(start, ARMS[arm.start])  # type: ignore[arg-type]  # a record alone has no model
             source = self.path(start)
             if arm.convert is not None:
-                save_converted(source, path / "start", overwrite=True, seed=run.seed, **arm.convert)
+                shutil.rmtree(path / "start", ignore_errors=True)
+                save_converted(source, path / "start", seed=run.seed, **arm.convert)
                 source = path / "start"
             values["model"] = {"pretrained": str(source)}
         recipe = build_recipe(values)

@@ -212,8 +212,8 @@ def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_outpu
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").write_text("mine")
     for target in ("vit", "."):
-        with pytest.raises(ConversionError, match="only an earlier conversion is overwritten"):
-            save_converted(vit, tmp_path / target, overwrite=True, **OPTIONS)
+        with pytest.raises(ConversionError, match="is not empty"):
+            save_converted(vit, tmp_path / target, **OPTIONS)
     with pytest.raises(ConversionError, match=r"cannot write to .*/file/aft"):
         save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)
     assert sorted(path.name for path in vit.iterdir()) == before

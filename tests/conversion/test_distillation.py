@@ -306,16 +306,14 @@ def test_a_directory_in_use_is_refused_before_anything_is_computed(vit, images, 
         save(vit, tmp_path / "out", images)
 
 
-@pytest.mark.parametrize(("overwrite", "step"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the_model(
-    vit, images, tmp_path, monkeypatch, overwrite, step
+    vit, images, tmp_path, monkeypatch, step
 ):
     expected, done = save(vit, tmp_path / "uninterrupted", images)
-    if overwrite:
-        saving.save_converted(vit, tmp_path / "out", **OPTIONS)
     stop_at(monkeypatch, step)
     with pytest.raises(SystemExit, match="143"):
-        save(vit, tmp_path / "out", images, overwrite=overwrite)
+        save(vit, tmp_path / "out", images)
     monkeypatch.undo()
     (tmp_path / CHECKPOINTS / ".aft-hf-unfinished").mkdir()  # as after a kill
     verify = saving.verify_conversion
@@ -327,7 +325,7 @@ def test_a_killed_distillation_goes_on_with_the_same_command_and_leaves_only_the
 
     monkeypatch.setattr(saving, "verify_conversion", verify_and_try)
     torch.manual_seed(99)  # another random state, as in a new process
-    weights, again = save(vit, tmp_path / "out", images, overwrite=overwrite)
+    weights, again = save(vit, tmp_path / "out", images)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     assert {**again, "minutes": 0} == {**done, "minutes": 0}
     assert {path.name for path in tmp_path.iterdir()} == {"vit", "uninterrupted", "out"}
@@ -352,7 +350,7 @@ def test_a_link_as_output_stays_and_the_model_is_where_it_leads(vit, images, tmp
 
 @pytest.mark.parametrize("budget", [{"steps": 3}, {"minutes": 0.0005}], ids=["steps", "minutes"])
 @pytest.mark.parametrize(
-    "failing", ["aft_hf.AFTForImageClassification.save_pretrained", "aft_hf.conversion.saving.move_into"]
+    "failing", ["aft_hf.AFTForImageClassification.save_pretrained", "aft_hf.conversion.saving.unfinished"]
 )
 def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, monkeypatch, failing, budget):
     def full(*arguments, **options):

@@ -16,8 +16,8 @@ from ..data.classes import chooses_a_class, other_task
 
 DISTILLATION_MINUTES = 15.0  # default budget
 # Options of `save_converted` by the same name.
-PASSED_ON: tuple[str, ...] = ("overwrite", "kernel_size", "num_heads", "window_size", "position_bias_multiplier")
-PASSED_ON += ("num_labels", "source_num_heads", "seed")
+PASSED_ON: tuple[str, ...] = ("kernel_size", "num_heads", "window_size", "position_bias_multiplier", "num_labels")
+PASSED_ON += ("source_num_heads", "seed")
 OF_DISTILLATION = ("steps", "minutes", "batch_size", "learning_rate", "augmentation", "augmentation_probability")
 
 # Options of `convert`, by the panel of its help.
@@ -91,10 +91,6 @@ def convert_command(
         int | None,
         in_source(help="Attention heads of the source if not in its checkpoint. Default: width / 64; 16 if huge."),
     ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace an earlier conversion and its generated card; keep other files."),
-    ] = False,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.
 
@@ -142,7 +138,7 @@ def convert_command(
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
         *([step, f"  {shlex.join(words)}"] if can_train else [f"{out}: {other_task(model.config)}"]),
-        *(["or with unlabeled images: repeat this command with --overwrite --distill --images IMAGES"] * can_distill),
+        *(["or with unlabeled images: this command for another OUT with --distill --images IMAGES"] * can_distill),
     ):
         console.print(line, soft_wrap=True)
 

@@ -1,8 +1,8 @@
-"""Saving a conversion: all files, verified, or none. The report lists them, so that no others are overwritten."""
+"""Saving a conversion to an empty directory: all files, verified, or none."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..atomic_files import UNFINISHED, move_into, sha256
+from ..atomic_files import UNFINISHED, sha256, unfinished
 from ..configuration_aft import AFTConfig, pair
 from ..data.image_size import resized_processor
-from ..errors import described, explained
-from ..loading import MARKER, load, read_license
+from ..errors import explained
+from ..loading import load, read_license
 from ..modeling_aft import AFTForImageClassification
 from ..reading import read_json
 from .deit import convert_deit, copied_parts
@@ -31,7 +31,6 @@ def save_converted(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
-    overwrite: bool = False,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
     seed: int = 0,
@@ -47,10 +46,7 @@ def save_converted(
     Args:
         source, source_image_size, source_num_heads: as for `read_source`, but no model in memory, which has no files
             to verify against.
-        directory: output directory; must be missing or empty, unless `overwrite` is True.
-        overwrite: whether to replace an earlier conversion in `directory`. The files that its report lists are
-            deleted, if they are unchanged, and its card (README.md), if it is generated and of another source, whose
-            license it may state. All other files stay.
+        directory: output directory; must be missing or empty.
         seed: seed of the new weights and, by default, of the distillation.
         distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
             the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
@@ -62,11 +58,11 @@ def save_converted(
         The model and the report.
 
     Raises:
-        ConversionError: as for `convert_deit` and `verify_conversion`; or `directory` holds anything but an earlier
-            conversion, or cannot be written.
+        ConversionError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be
+            written.
     """
     directory = Path(os.path.realpath(directory))
-    _check_target(directory, overwrite)  # before the work begins
+    _refuse_files(directory)  # before the work begins
     lock: AbstractContextManager[bool] = nullcontext(True)
     advice = ""
     if distillation is not None:
@@ -78,12 +74,11 @@ def save_converted(
     reading: dict[str, Any] = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
         model, processor, report = _convert(read_source(source, **reading), seed, options, distillation)
-        try:
-            if writes:
-                with _locked(directory):
-                    _write(directory, source, overwrite, model, processor, report)
-        except (ConversionError, OSError) as error:
-            raise ConversionError(f"{error}{advice}") from error
+        if writes:
+            try:
+                _write(directory, source, model, processor, report)
+            except ConversionError as error:
+                raise ConversionError(f"{error}{advice}") from error
     return model, report
 
 
@@ -115,73 +110,31 @@ def _convert(
 def _write(
     directory: Path,
     source: str | os.PathLike[str],
-    overwrite: bool,
     model: AFTForImageClassification,
     processor: BaseImageProcessor,
     report: ConversionReport,
 ) -> None:
     """Write a conversion aside, verify it, and move its files to `directory`, or change nothing."""
-    with move_into(directory) as aside:
-        model.save_pretrained(aside)
-        processor.save_pretrained(aside)
-        report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
-        (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
-        verify_conversion(source, aside)
-        earlier = _check_target(directory, overwrite)  # again: another process may have written there
-        for name in {*report.files, REPORT_NAME} - earlier:
-            if os.path.lexists(directory / name):
-                raise ConversionError(
-                    f"{directory}: holds {name}, which the earlier conversion did not write and the new one does; "
-                    "move it, or give another directory"
-                )
-        old = earlier - {*report.files, REPORT_NAME}
-        card = directory / "README.md"
-        if earlier and card.is_file() and MARKER in card.read_text(encoding="utf-8", errors="replace"):
-            before = read_json(directory / REPORT_NAME, ConversionReport, ConversionError)
-            origins = [(each.source, each.options.get("source_license")) for each in (before, report)]
-            old |= {card.name} if origins[0] != origins[1] else set()
-    for path in directory.iterdir():
-        if path.name in old:
-            path.unlink()
+    lock = directory / LOCK
+    with explained(f"cannot write to {directory}", ConversionError), FileLock(lock, timeout=0):
+        try:
+            with unfinished(directory) as aside:
+                model.save_pretrained(aside)
+                processor.save_pretrained(aside)
+                report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+                (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
+                verify_conversion(source, aside)
+                _refuse_files(directory)  # again: another process may have written there
+                for path in list(aside.iterdir()):
+                    os.replace(path, directory / path.name)
+        finally:
+            lock.unlink(missing_ok=True)
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Raise an OSError if another process writes a conversion to a directory: their files would mix."""
-    lock = FileLock(directory / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except OSError as error:
-        raise OSError(f"cannot write to {directory} ({described(error)})") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # its error would hide that of the block
-            (directory / LOCK).unlink()
-        lock.release()
-
-
-def _check_target(directory: Path, overwrite: bool) -> set[str]:
-    """Check that at most an earlier conversion is overwritten, and only with `overwrite`.
-
-    Returns the names of the files that the earlier conversion wrote.
-    """
-    if not directory.exists() or not {path.name for path in directory.iterdir()} - {UNFINISHED, LOCK}:
-        return set()
-    if not overwrite:
-        raise ConversionError(f"{directory}: is not empty; give another directory, or overwrite it (--overwrite)")
-    report = directory / REPORT_NAME
-    if not report.is_file():
-        raise ConversionError(f"{directory}: only an earlier conversion is overwritten, and it has no {REPORT_NAME}")
-    files = read_json(report, ConversionReport, ConversionError).files
-    for name in files:
-        path = directory / name
-        if path.is_symlink() or (path.exists() and sha256(path) != files[name]):
-            raise ConversionError(
-                f"{directory}: {name} was changed since the conversion that wrote it, and would be lost; move it, or "
-                "give another directory"
-            )
-    return {*files, REPORT_NAME}
+def _refuse_files(directory: Path) -> None:
+    """Raise a ConversionError if a directory holds anything but what a conversion that was killed has left."""
+    if directory.exists() and {path.name for path in directory.iterdir()} - {UNFINISHED, LOCK}:
+        raise ConversionError(f"{directory}: is not empty; give another directory, or delete it")
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
