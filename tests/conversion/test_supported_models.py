@@ -48,7 +48,7 @@ def test_dinov2_and_vit_mae_are_read_as_vits_with_the_same_outputs(tmp_path, bui
     model, pixels = build(), torch.randn(2, 3, 32, 32)
     model.save_pretrained(tmp_path)
     source = read_source(tmp_path if saved else model)
-    assert source.heads == () and source.image_processor.image_mean == pytest.approx([0.485, 0.456, 0.406])
+    assert source.heads == 0 and source.image_processor.image_mean == pytest.approx([0.485, 0.456, 0.406])
     with torch.no_grad():
         expected = outputs(model, pixels)
         actual = source.to_transformers()(pixel_values=pixels).last_hidden_state

@@ -8,13 +8,11 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import apply_renamings
 
+from ..errors import explained
 from ..position_biases_aft import widen
 from .report import ConversionError
 
 
-HEAD = ("classifier",)
-# The two heads of a distilled DeiT, for its class token and its distillation token. The model predicts their mean.
-DISTILLED_HEADS = ("cls_classifier", "distillation_classifier")
 POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
 PATCHES = "embeddings.patch_embeddings.projection.weight"
 
@@ -85,25 +83,17 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
                 )
             vit[each] = Part(part, (name,))
     for module, scale in scales.items():
-        for name in (f"{module}.weight", f"{module}.bias"):
-            if name in vit:
-                vit[name] = _scaled(source, vit[name], tensors[scale], scale)
+        with explained(f"{source}: the layer scale {scale} does not fit {module}", ConversionError):
+            for name in {f"{module}.weight", f"{module}.bias"} & vit.keys():
+                unscaled, sources = vit[name]
+                scaled = torch.einsum("o,o...->o...", widen(tensors[scale]), widen(unscaled))
+                vit[name] = Part(scaled.to(unscaled.dtype), (*sources, scale))
+    # A distilled DeiT predicts the mean of two heads. timm calls the first of them as the only head of others.
     if DISTILLATION_TOKEN in vit and "distillation_classifier.weight" in vit:
-        for kind in ("weight", "bias"):  # timm calls the first head of two as the only head of others
+        for kind in ("weight", "bias"):
             if f"classifier.{kind}" in vit:
                 vit[f"cls_classifier.{kind}"] = vit.pop(f"classifier.{kind}")
     return vit
-
-
-def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
-    """Multiply the rows of a tensor by a layer scale."""
-    if scale.shape != part.tensor.shape[:1]:
-        raise ConversionError(
-            f"{source}: the layer scale {name} has the shape {tuple(scale.shape)}, which does not fit "
-            f"{part.sources[0]} of the shape {tuple(part.tensor.shape)}; save the state dict of the whole model"
-        )
-    rows = widen(scale).unflatten(0, (-1, *[1] * (part.tensor.dim() - 1)))
-    return Part((widen(part.tensor) * rows).to(part.tensor.dtype), (*part.sources, name))
 
 
 def renamed(name: str, table: Mapping[str, str] = TO_AFT) -> str:

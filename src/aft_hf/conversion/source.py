@@ -23,9 +23,8 @@ from ..configuration_aft import pair
 from ..errors import explained
 from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor, refuse_adapter
 from ..position_biases_aft import widen
-from ..reading import Document, read_json
 from .files import read_weights
-from .names import DISTILLED_HEADS, HEAD, OPTIONAL, POSITIONS, Part, vit_tensors
+from .names import OPTIONAL, POSITIONS, Part, vit_tensors
 from .report import ConversionError
 from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config
 
@@ -33,13 +32,13 @@ from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_co
 logger = logging.get_logger(__name__)
 
 MODEL_TYPES = ("vit", "deit", "dinov2", "vit_mae")  # that can be converted
-# Model classes of transformers, by model type and heads.
-MODEL_CLASSES: dict[tuple[str, tuple[str, ...]], type[PreTrainedModel]] = {
-    ("vit", ()): transformers.ViTModel,
-    ("vit", HEAD): transformers.ViTForImageClassification,
-    ("deit", ()): transformers.DeiTModel,
-    ("deit", HEAD): transformers.DeiTForImageClassification,
-    ("deit", DISTILLED_HEADS): transformers.DeiTForImageClassificationWithTeacher,
+# Model classes of transformers, by model type and number of classifier heads.
+MODEL_CLASSES: dict[tuple[str, int], type[PreTrainedModel]] = {
+    ("vit", 0): transformers.ViTModel,
+    ("vit", 1): transformers.ViTForImageClassification,
+    ("deit", 0): transformers.DeiTModel,
+    ("deit", 1): transformers.DeiTForImageClassification,
+    ("deit", 2): transformers.DeiTForImageClassificationWithTeacher,
 }
 
 
@@ -77,10 +76,9 @@ class VisionTransformerSource:
         return patch_grid(self.config)
 
     @property
-    def heads(self) -> tuple[str, ...]:
-        """The names of the classifier heads: none, one, or the two of a distilled DeiT."""
-        present = (heads for heads in (HEAD, DISTILLED_HEADS) if f"{heads[-1]}.weight" in self.parts)
-        return next((heads for heads in present if (self.config.model_type, heads) in MODEL_CLASSES), ())
+    def heads(self) -> int:
+        """The number of classifier heads: none, one, or the two of a distilled DeiT."""
+        return 1 if "classifier.weight" in self.parts else 2 * ("distillation_classifier.weight" in self.parts)
 
     def to_transformers(self) -> PreTrainedModel:
         """Return the model of transformers that is equivalent to this checkpoint, in evaluation mode.
@@ -240,19 +238,17 @@ def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str
 
 def _read_config(name: str) -> dict[str, Any]:
     """Return the config of transformers or timm; that of a weight file is empty, and one beside it is refused."""
-    is_file, beside = Path(name).is_file(), Path(name).parent / CONFIG_NAME
-    if is_file and not beside.is_file():
+    if Path(name).is_file():
+        beside = Path(name).parent / CONFIG_NAME
+        if beside.exists():
+            raise ConversionError(
+                f"{name}: if {beside} describes these weights, give the directory; if not, move the weights to "
+                "another directory"
+            )
         return {}
-    document = read_json(beside, Document, ConversionError) if is_file else read_config(name, ConversionError)
-    config = document.model_dump(exclude_unset=True)
-    is_known = config.get("model_type") is not None or config.get("architecture") is not None
-    if is_file and is_known:
-        raise ConversionError(
-            f"{name}: if {beside} describes these weights, give the directory; if not, move the weights to another "
-            "directory"
-        )
-    if not is_file and not is_known:
+    config = read_config(name, ConversionError).model_dump(exclude_unset=True)
+    if config.get("model_type") is None and config.get("architecture") is None:
         raise ConversionError(
             f"{name}: its {CONFIG_NAME} has neither a model_type (transformers) nor an architecture (timm)"
         )
-    return {} if is_file else config
+    return config
