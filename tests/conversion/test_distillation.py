@@ -25,7 +25,7 @@ from aft_hf.conversion import (
     verify_conversion,
 )
 from aft_hf.conversion import distillation as module
-from aft_hf.conversion.distillation import DistillationOptions, distill, rate, student_losses, weight_of_hidden_states
+from aft_hf.conversion.distillation import distill, rate, student_losses
 from aft_hf.publishing import write_card
 from aft_hf.running.ownership import RUN, join_processes, owned
 from aft_hf.running.steps import StopSignal
@@ -142,13 +142,11 @@ def test_checkpoints_of_another_conversion_are_refused(source, images, tmp_path,
             distill(converted(source), teacher, pictures, **same | changes)
 
 
-def test_the_learning_rate_rises_and_falls_to_0_and_hidden_states_count_less_and_less():
+def test_the_learning_rate_rises_and_falls_to_0():
     rates = [rate(i / 1000) for i in range(1001)]
     assert max(rates) == rates[100] == pytest.approx(1.0) and rates[1000] == pytest.approx(0.0, abs=1e-9)
     assert 0 < rates[0] < 0.02
     assert rates[:101] == sorted(rates[:101]) and rates[100:] == sorted(rates[100:], reverse=True)
-    settings = DistillationOptions(steps=10, hidden_states=3.0)
-    assert [weight_of_hidden_states(settings, x) for x in (0.0, 0.5, 1.0)] == [3.0, 0.75, 0.0]
 
 
 def test_minutes_are_a_budget_that_interrupted_runs_share(source, images, tmp_path, monkeypatch):

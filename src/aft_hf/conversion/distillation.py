@@ -22,7 +22,6 @@ from pydantic import ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from ..configuration_aft import pair
 from ..data.classes import require_a_class, teacher_classes
@@ -125,7 +124,7 @@ def check_distillable(
 ) -> DistillationOptions:
     """Return the checked options of `distill`; raise its errors that need no model."""
     try:
-        settings = DistillationOptions(**{key: options[key] for key in options.keys() - {"checkpoints", "conversion"}})
+        settings = DistillationOptions(**options)
     except ValidationError as problems:
         raise ValueError(f"distillation: {explain(problems)}") from problems
     if (settings.steps is None) == (settings.minutes is None):
@@ -188,18 +187,17 @@ class _Run(Training):
         join_processes()
         self.accelerator = accelerator = Accelerator()
         self.settings, self.images, self.step, self.seconds = settings, images, 0, 0.0
-        self.size, self.num_patches = pair(model.config.image_size), math.prod(model.config.grid_size)
-        self.keeps_class_token = model.config.use_cls_token
+        self.config, size = model.config, pair(model.config.image_size)
         self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"batch_size={self.batch_size}: not a multiple of {accelerator.num_processes} processes")
         self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-        self.identity = {} if checkpoints is None else _identity(settings, model, source, images, conversion)
-        teacher = source.resized(model.config.image_size).to_transformers()
+        self.identity = {} if checkpoints is None else self.identify(source, conversion)
+        teacher = source.resized(size).to_transformers()
         self.teacher = teacher.float().requires_grad_(False).to(accelerator.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
         self.student, self.optimizer = accelerator.prepare(model, optimizer)
-        self.augment = build_augmentation(settings.augmentation, self.size)
+        self.augment = build_augmentation(settings.augmentation, size)
         # Running means of divergence, agreement and errors.
         self.means = torch.zeros(2 + model.config.num_hidden_layers, device=accelerator.device)
         set_seed(settings.seed, device_specific=True)
@@ -214,11 +212,23 @@ class _Run(Training):
             process=accelerator.process_index,
             processes=accelerator.num_processes,
         )
-        processor = resized_processor(source.image_processor, self.size)
+        processor = resized_processor(source.image_processor, size)
         self.batches = (pixel_values(processor, [images[key.index] for key in keys]) for keys in batches)
         self.progress = self._progress()
         self.reported = 100 * self.progress
         self.saved = self.since = time.monotonic()
+
+    def identify(self, source: VisionTransformerSource, conversion: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what determines the result, except the initial weights of the student, as a JSON object."""
+        tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
+        identity = self.settings.model_dump() | {
+            "images": sum_images(self.images),
+            "image_processor": source.image_processor.to_dict(),
+            "source_tensors": sum_arrays(tensors),
+            "conversion": conversion,
+            "model": {**self.config.to_dict(), "transformers_version": None},
+        }
+        return json.loads(json.dumps(identity, default=str))
 
     def is_done(self) -> bool:
         return self.progress >= 1
@@ -260,7 +270,7 @@ class _Run(Training):
         with self.accelerator.autocast():
             states, logits = self._teach(pixels)
             divergence, errors, agreement = student_losses(self.student, pixels, states, logits)
-        weight = weight_of_hidden_states(self.settings, progress)
+        weight = self.settings.hidden_states * (1 - progress) ** 2
         self.accelerator.backward(divergence + weight * errors.mean())
         self.accelerator.clip_grad_norm_(self.student.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
@@ -275,9 +285,8 @@ class _Run(Training):
     def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
         outputs = self.teacher(pixel_values=pixels, output_hidden_states=True)
-        states = [x[:, -self.num_patches :] for x in outputs.hidden_states[:-1]]
-        if self.keeps_class_token:
-            states = [torch.cat([x[:, :1], patches], 1) for x, patches in zip(outputs.hidden_states, states)]
+        tokens, num_patches = int(bool(self.config.use_cls_token)), math.prod(self.config.grid_size)
+        states = [torch.cat([x[:, :tokens], x[:, -num_patches:]], 1) for x in outputs.hidden_states[:-1]]
         return states, outputs.logits[:, self.classes]
 
     def _progress(self) -> float:
@@ -312,8 +321,7 @@ class _Run(Training):
         """Resume from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             return
-        path = self.checkpoints.newest()
-        if path is not None:
+        if path := self.checkpoints.newest():
             manifest = read_manifest(path)
             refuse_changes(path, manifest.recipe, self.identity, f"remove {self.checkpoints.directory}")
             self.checkpoints.load(path)
@@ -324,32 +332,8 @@ class _Run(Training):
         self.checkpoints.set_aside(self.step)
 
 
-def _identity(
-    settings: DistillationOptions,
-    model: PreTrainedModel,
-    source: VisionTransformerSource,
-    images: Sequence[Image.Image],
-    conversion: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what determines the result, except the initial weights of the student, as a JSON object."""
-    tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
-    identity = settings.model_dump() | {
-        "images": sum_images(images),
-        "image_processor": source.image_processor.to_dict(),
-        "source_tensors": sum_arrays(tensors),
-        "conversion": conversion,
-        "model": {**model.config.to_dict(), "transformers_version": None},
-    }
-    return json.loads(json.dumps(identity, default=str))
-
-
 def rate(progress: float) -> float:
     """Return the learning rate relative to its peak: a linear warm-up, then a cosine decay to 0."""
     if progress < WARMUP:
         return max(progress, 1e-3) / WARMUP
     return 0.5 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
-
-
-def weight_of_hidden_states(settings: DistillationOptions, progress: float) -> float:
-    """Return the weight of the mean error of the hidden states in the loss (logits: 1)."""
-    return settings.hidden_states * (1 - progress) ** 2

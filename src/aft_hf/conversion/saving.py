@@ -64,19 +64,18 @@ def save_converted(
     directory = Path(os.path.realpath(directory))
     _refuse_files(directory)  # before the work begins
     lock: AbstractContextManager[bool] = nullcontext(True)
-    advice = ""
+    checkpoints, advice = directory.with_name(f".{directory.name}-distillation"), ""
     if distillation is not None:
         from .distillation import locked_checkpoints  # needs the libraries of training
 
-        checkpoints = directory.with_name(f".{directory.name}-distillation")
-        distillation = {"seed": seed, **distillation, "checkpoints": checkpoints}
+        distillation = {"seed": seed, **distillation}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
-    reading: dict[str, Any] = {"source_image_size": source_image_size, "source_num_heads": source_num_heads}
     with lock as writes:
-        model, processor, report = _convert(read_source(source, **reading), seed, options, distillation)
+        origin = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
+        model, report = _convert(origin, seed, options, distillation, checkpoints)
         if writes:
             try:
-                _write(directory, source, model, processor, report)
+                _write(directory, source, model, origin.image_processor, report)
             except ConversionError as error:
                 raise ConversionError(f"{error}{advice}") from error
     return model, report
@@ -87,8 +86,9 @@ def _convert(
     seed: int,
     options: Mapping[str, Any],
     distillation: Mapping[str, Any] | None,
-) -> tuple[AFTForImageClassification, BaseImageProcessor, ConversionReport]:
-    """Return the model, its image processor and the report."""
+    checkpoints: Path,
+) -> tuple[AFTForImageClassification, ConversionReport]:
+    """Return the model and the report."""
     if distillation is not None:
         from .distillation import check_distillable, distill
 
@@ -98,13 +98,14 @@ def _convert(
         model, report = convert_deit(source, **options)
     report.options["seed"] = seed
     if distillation is not None:
-        report.options["distillation"] = distill(model, source, conversion=dict(report.options), **distillation)
+        where: dict[str, Any] = {"checkpoints": checkpoints, "conversion": dict(report.options)}
+        report.options["distillation"] = distill(model, source, **distillation, **where)
     terms = read_license(source.name)
     if "license" in terms and (terms["license"] != "other" or "://" in terms.get("license_link", "")):
         report.options["source_license"] = terms
     # The config keeps these, so that they follow the model through any later training.
     model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
-    return model, resized_processor(source.image_processor, pair(model.config.image_size)), report
+    return model, report
 
 
 def _write(
@@ -120,7 +121,7 @@ def _write(
         try:
             with unfinished(directory) as aside:
                 model.save_pretrained(aside)
-                processor.save_pretrained(aside)
+                resized_processor(processor, pair(model.config.image_size)).save_pretrained(aside)
                 report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
                 (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
                 verify_conversion(source, aside)
