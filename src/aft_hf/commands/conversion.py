@@ -14,7 +14,6 @@ from ..conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULT
 from ..data.classes import chooses_a_class, other_task
 
 
-DISTILLATION_MINUTES = 15.0  # default budget
 # Options of `save_converted` by the same name.
 PASSED_ON: tuple[str, ...] = ("kernel_size", "num_heads", "window_size", "position_bias_multiplier", "num_labels")
 PASSED_ON += ("source_num_heads", "seed")
@@ -37,9 +36,7 @@ def convert_command(
         in_model(help="conv (default), full, local or simple; for one per layer, repeat it or separate by commas."),
     ] = None,
     kernel_size: Annotated[int, in_model(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
-    num_heads: Annotated[
-        int | None, in_model(help="Position-bias heads h. Default: 1; with conv, one for each 24 features.")
-    ] = None,
+    num_heads: Annotated[int | None, in_model(help="Position-bias heads. Default: 1; conv: width / 24.")] = None,
     window_size: Annotated[int, in_model(help="Window size s of local.")] = WINDOW_SIZE,
     position_bias_dim: Annotated[
         int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
@@ -47,9 +44,7 @@ def convert_command(
     position_bias_multiplier: Annotated[
         float, in_model(help="Factor on position biases, so that they train faster; 1 in the paper.")
     ] = POSITION_BIAS_MULTIPLIER,
-    image_size: Annotated[
-        str | None, in_model(help="224, or 224x384 for height x width. Default: that of the source.")
-    ] = None,
+    image_size: Annotated[str | None, in_model(help="224, or 224x384, height x width. Default: the source's.")] = None,
     num_labels: Annotated[
         int | None, in_model(min=1, metavar="<int>", help="Classes of a new classifier, if the source has none.")
     ] = None,
@@ -61,25 +56,21 @@ def convert_command(
         ),
     ] = None,
     images: Annotated[
-        Path | None,
-        in_start(help="Images for --init attention and --distill: a folder of images, a file, or parquet files."),
+        Path | None, in_start(help="Images for --init attention and --distill: a folder, a file, or parquet files.")
     ] = None,
     num_images: Annotated[int, in_start(help="Number of images that --init attention uses.")] = 256,
     distill: Annotated[
         bool, in_distillation("--distill", help="Train the AFT on the source's outputs for --images, without labels.")
     ] = False,
-    minutes: Annotated[
-        float | None, in_distillation(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES}.")
-    ] = None,
+    minutes: Annotated[float | None, in_distillation(help="Budget of --distill in minutes. Default: 15.")] = None,
     steps: Annotated[int | None, in_distillation(help="Budget in steps, in place of --minutes; reproducible.")] = None,
     batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
     learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
     augmentation: Annotated[
-        str, in_distillation(help="none, shift, crop or resized_crop; both crops also flip.")
+        str, in_distillation(help="none, shift, crop or resized_crop; crops also flip.")
     ] = "shift",
     augmentation_probability: Annotated[
-        float,
-        in_distillation(help="Probability that an image is augmented. Give 1 if the source was trained with it."),
+        float, in_distillation(help="Probability of the augmentation. Give 1 if the source was trained with it.")
     ] = 0.5,
     seed: Annotated[
         int, in_start(min=0, max=2**32 - 1, metavar="<int>", help="Seed of new weights and of --distill.")
@@ -88,8 +79,7 @@ def convert_command(
         str | None, in_source(help="Image size of the source if its checkpoint does not contain it.")
     ] = None,
     source_num_heads: Annotated[
-        int | None,
-        in_source(help="Attention heads of the source if not in its checkpoint. Default: width / 64; 16 if huge."),
+        int | None, in_source(help="Heads of the source if not in its checkpoint. Default: width / 64; 16 if huge.")
     ] = None,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.
@@ -98,7 +88,7 @@ def convert_command(
     """
     distillation: dict[str, Any] = {name: context.params[name] for name in OF_DISTILLATION}
     if minutes is None and steps is None:
-        distillation["minutes"] = DISTILLATION_MINUTES
+        distillation["minutes"] = 15.0
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
@@ -122,25 +112,26 @@ def convert_command(
     name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper
     if "conv" in name:
         name += f" {model.config.kernel_size}/{model.config.num_heads} (kernel size/position-bias heads)"
-    can_train = chooses_a_class(model.config)
-    can_distill = not distill and num_labels is None and can_train
-    words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
-    # A source without classes teaches none, and finetune has no options to read a source with.
-    can_teach = num_labels is None and source_image_size is None and source_num_heads is None
-    words += ["--teacher", source] if can_teach else []
-    words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
-    step = "Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):"
-    console = plain_console()
-    for line in (
+    lines = [
         f"{report.summary()}; {REPORT_NAME} names them",
         _proof(report),
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
-        *([step, f"  {shlex.join(words)}"] if can_train else [f"{out}: {other_task(model.config)}"]),
-        *(["or with unlabeled images: this command for another OUT with --distill --images IMAGES"] * can_distill),
-    ):
-        console.print(line, soft_wrap=True)
+    ]
+    if chooses_a_class(model.config):
+        words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
+        # A source without classes teaches none, and finetune has no options to read a source with.
+        can_teach = num_labels is None and source_image_size is None and source_num_heads is None
+        words += ["--teacher", source] if can_teach else []
+        words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
+        lines.append("Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):")
+        lines.append(f"  {shlex.join(words)}")
+        if not distill and num_labels is None:
+            lines.append("or with unlabeled images: this command for another OUT with --distill --images IMAGES")
+    else:
+        lines.append(f"{out}: {other_task(model.config)}")
+    plain_console().print("\n".join(lines), soft_wrap=True)
 
 
 def _needs(types: list[str], distill: bool, init: str) -> dict[str, str]:
