@@ -43,11 +43,10 @@ class ImagesOnDisk(Sequence[Image.Image]):
             rows: Any = load_local(path, joined=True)
             columns = [name for name, feature in rows.features.items() if is_image(feature)]
             column = columns[0] if len(columns) == 1 else "image"
-            if columns and column not in columns:
-                reason = f"several columns hold images: {shortened(', '.join(columns))}"
-                raise ValueError(f'{path}: {reason}; name the one to read "image"')
-            if column not in rows.column_names:
-                raise ValueError(f"{path}: no column holds images: {shortened(', '.join(rows.column_names))}")
+            if column not in (columns or rows.column_names):
+                found = "several columns hold images" if columns else "no column holds images"
+                names = shortened(", ".join(columns or rows.column_names))
+                raise ValueError(f'{path}: {found}: {names}; name the one to read "image"')
             self.images = rows[column]  # decodes an image when it is accessed
 
     def __len__(self) -> int:
