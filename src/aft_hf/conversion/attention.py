@@ -45,18 +45,19 @@ def fit_to_attention(
     it was fitted to.
     """
     teacher: Any = source.to_transformers().float()
-    queries, num_patches = [torch.tensor(0.0)] * len(teacher.base_model.layers), math.prod(source.grid_size)
+    queries: dict[nn.Module, Any] = {}  # sums over the images, by the projection
 
-    def add(layer: int, query: torch.Tensor) -> None:
-        queries[layer] = queries[layer] + query[:, -num_patches:].double().mean(1).sum(0)
+    def add(projection: nn.Module, _: Any, query: torch.Tensor) -> None:
+        mean = query[:, -math.prod(source.grid_size) :].double().mean(1)
+        queries[projection] = queries.get(projection, 0) + mean.sum(0)
 
-    for i, layer in enumerate(teacher.base_model.layers):
-        layer.attention.q_proj.register_forward_hook(lambda module, inputs, output, i=i: add(i, output))
+    for layer in teacher.base_model.layers:
+        layer.attention.q_proj.register_forward_hook(add)
     batches = pixel_batches(images, resized_processor(source.image_processor, pair(source.config.image_size)))
     maps, num_images = mean_attention(teacher, batches)
     fitted = {}
-    for i, (layer, attention) in enumerate(zip(model.aft.layers, maps)):
-        mixer: Any = layer.mixer
+    for i, (layer, of_teacher, attention) in enumerate(zip(model.aft.layers, teacher.base_model.layers, maps)):
+        mixer, projections = layer.mixer, of_teacher.attention
         if not isinstance(mixer, AFTConv):
             continue
         weights = head_weights(mixer.num_heads, len(attention), source.config.hidden_size).double()
@@ -68,8 +69,8 @@ def fit_to_attention(
         variance, mean = torch.var_mean(kernel.flatten(1), -1, correction=0)
         values = {"kernel": kernel, "kernel_scale": (variance + 1e-12 / multiplier**2).sqrt(), "kernel_shift": mean}
         # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
-        query = (queries[i] / num_images).unflatten(0, (len(attention), -1))
-        key = teacher.base_model.layers[i].attention.k_proj.weight.double().unflatten(0, query.shape)
+        query = (queries[projections.q_proj] / num_images).unflatten(0, (len(attention), -1))
+        key = projections.k_proj.weight.double().unflatten(0, query.shape)
         keys = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
         values["k_proj.weight"] = keys
         if mixer.k_proj.bias is not None:
