@@ -103,12 +103,9 @@ def _read_weight_file(path: Path) -> Iterator[tuple[str, dict[Any, torch.Tensor]
     """Yield the tensors of each dictionary in a file by its dotted keys. The content of a file tells its format."""
     with path.open("rb") as opened:
         is_safetensors = opened.read(9)[8:] == b"{"  # 8 bytes with the length of the header, which is JSON
-    if is_safetensors:
-        with explained(f"{path}: damaged or truncated safetensors file", ConversionError):
-            tensors = load_file(path)
-        yield "", tensors
-        return
-    rest, seen = [("", _read_pickle(path))], set()
+    with explained(f"{path}: damaged or truncated safetensors file", ConversionError):
+        content = load_file(path) if is_safetensors else _read_pickle(path)
+    rest, seen = [("", content)], set()
     for keys, value in rest:  # which grows
         if isinstance(value, dict) and id(value) not in seen:  # pickles can be cyclic
             seen.add(id(value))
