@@ -30,7 +30,6 @@ WINDOW_SIZE = 32
 # With it, Adam moves new position biases at the pace of the copied weights (measured: docs/conversion.md).
 POSITION_BIAS_MULTIPLIER = 2000.0
 
-INITS = ("paper", "attention")
 # Config fields that the AFT takes over from its source, and those that it takes over with a classifier.
 KEPT_FIELDS: tuple[str, ...] = ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "intermediate_size")
 KEPT_FIELDS += ("hidden_act", "hidden_dropout_prob", "layer_norm_eps", "initializer_range", "qkv_bias")
@@ -86,8 +85,8 @@ def convert_deit(
         TypeError: the source is neither a path nor a model.
         ValueError: an option is invalid, or does not fit this source.
     """
-    if init not in INITS:
-        raise ValueError(f"init must be one of {', '.join(map(repr, INITS))}, got {init!r}")
+    if init not in ("paper", "attention"):
+        raise ValueError(f'init must be "paper" or "attention", got {init!r}')
     if (init == "attention") != (images is not None):
         raise ValueError('init="attention" needs images, a few hundred of the same kind; init="paper" uses none')
     if not isinstance(source, VisionTransformerSource):

@@ -119,9 +119,7 @@ def _inverse_interpolation(old: int, new: int) -> torch.Tensor:
     return torch.linalg.pinv(nn.functional.interpolate(pixels, new, mode="linear", align_corners=False).squeeze(1))
 
 
-def _resized_kernel(
-    mixer: AFTConv, ratios: tuple[float, float], longest: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _resized_kernel(mixer: AFTConv, ratios: tuple[float, float], longest: int) -> tuple[torch.Tensor, ...]:
     """Compute the kernel (h, s', s'), gamma (h,) and beta (h,) of a mixer for another grid size; see `stretched`."""
     bias = stretched(mixer.kernel_bias(), ratios, longest, outside=0.0 if mixer.global_connectivity else -math.inf)
     bias = bias / mixer.position_bias_multiplier

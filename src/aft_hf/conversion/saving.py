@@ -158,8 +158,8 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     report = read_json(directory / REPORT_NAME, ConversionReport, ConversionError)
     with explained(f"{directory}: cannot be read", ConversionError):
         saved = load_file(directory / SAFE_WEIGHTS_NAME)
-        options = {name: report.options[name] for name in ("source_image_size", "source_num_heads")}
-    origin = read_source(source, **options)
+        size, heads = report.options["source_image_size"], report.options["source_num_heads"]
+    origin = read_source(source, source_image_size=size, source_num_heads=heads)
     report.check(origin.names, saved)
     if "distillation" in report.options:  # which changed all tensors
         return 0

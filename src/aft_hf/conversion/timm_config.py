@@ -96,9 +96,7 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
         )
     pooling = checked.model_args.global_pool or checked.pretrained_cfg.global_pool
     if pooling not in (None, "", "token"):
-        raise ConversionError(
-            f"{name}: pools by {pooling!r}; only models that pool by their class token are converted"
-        )
+        raise ConversionError(f"{name}: pools by {pooling!r}; give a model that pools by its class token")
     return checked
 
 
@@ -119,14 +117,10 @@ def infer_config(
     if ".patch_embeddings." in parts[PATCHES].sources[0]:
         raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
     used = (PATCHES, POSITIONS, "layers.0.mlp.fc1.weight")
-    if missing := [each for each in used if each not in parts]:
-        raise ConversionError(f"{name}: has no {missing[0]} (the name in transformers); save all tensors of a ViT")
-    with explained(
-        f"{name}: {', '.join(used)} (names in transformers) do not have the shapes of those of a ViT", ConversionError
-    ):
-        shapes = [tuple(parts[each].tensor.shape) for each in used]
-        (width, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
-        rows, columns = patch_size
+    wrong = f"{', '.join(used)} (names in transformers) are missing or do not have the shapes of those of a ViT"
+    with explained(f"{name}: {wrong}", ConversionError):
+        shapes: Any = [parts[each].tensor.shape for each in used]
+        (width, channels, rows, columns), (_, length, _), (intermediate_size, _) = shapes
     distilled = DISTILLATION_TOKEN in parts
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
