@@ -112,25 +112,24 @@ def distill(
     settings = check_distillable(source, images, **options)
     dtype, mode = model.dtype, model.training
     try:
-        run = _Run(model.float().train(), source, images, settings, checkpoints, conversion or {})
+        run = _Run(model.float().train(), source, images, settings)
+        if checkpoints is not None:
+            run.resume(checkpoints, source, conversion or {})
+        run.start()
         take_steps(run)
     finally:
         model.train(mode).to(device="cpu", dtype=dtype)
     return run.record()
 
 
-def check_distillable(
-    source: VisionTransformerSource, images: Sequence[Image.Image], **options: Any
-) -> DistillationOptions:
+def check_distillable(source: VisionTransformerSource, images: Sequence[Any], **options: Any) -> DistillationOptions:
     """Return the checked options of `distill`; raise its errors that need no model."""
     try:
         settings = DistillationOptions(**options)
     except ValidationError as problems:
         raise ValueError(f"distillation: {explain(problems)}") from problems
     if (settings.steps is None) == (settings.minutes is None):
-        raise ValueError(
-            f"distillation: give either steps or minutes, got steps={settings.steps} and minutes={settings.minutes}"
-        )
+        raise ValueError(f"distillation: give either steps or minutes, got {settings.steps} and {settings.minutes}")
     if not source.heads:
         raise ValueError(f"{source.name}: has no classifier to distill; fine-tune the converted model instead")
     require_a_class(source.name, source.config)
@@ -180,8 +179,6 @@ class _Run(Training):
         source: VisionTransformerSource,
         images: Sequence[Image.Image],
         settings: DistillationOptions,
-        checkpoints: Path | None,
-        conversion: Mapping[str, Any],
     ):
         self.classes = teacher_classes(source.config, model.config)
         join_processes()
@@ -191,8 +188,8 @@ class _Run(Training):
         self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"batch_size={self.batch_size}: not a multiple of {accelerator.num_processes} processes")
-        self.checkpoints = None if checkpoints is None else Checkpoints(accelerator, checkpoints, keep=1)
-        self.identity = {} if checkpoints is None else self.identify(source, conversion)
+        self.checkpoints: Checkpoints | None = None
+        self.recipe: dict[str, Any] = {}  # of the checkpoints
         teacher = source.resized(size).to_transformers()
         self.teacher = teacher.float().requires_grad_(False).to(accelerator.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
@@ -201,34 +198,46 @@ class _Run(Training):
         # Running means of divergence, agreement and errors.
         self.means = torch.zeros(2 + model.config.num_hidden_layers, device=accelerator.device)
         set_seed(settings.seed, device_specific=True)
-        self.resume()
-        batches = GlobalBatches(
-            len(images),
-            self.batch_size,
-            self.batch_size // accelerator.num_processes,
-            seed=settings.seed,
-            start=self.step,
-            stop=settings.steps or 2**31,  # a budget in minutes has no number of steps
-            process=accelerator.process_index,
-            processes=accelerator.num_processes,
-        )
-        processor = resized_processor(source.image_processor, size)
-        self.batches = (pixel_values(processor, [images[key.index] for key in keys]) for keys in batches)
-        self.progress = self._progress()
-        self.reported = 100 * self.progress
-        self.saved = self.since = time.monotonic()
+        self.processor = resized_processor(source.image_processor, size)
 
-    def identify(self, source: VisionTransformerSource, conversion: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what determines the result, except the initial weights of the student, as a JSON object."""
+    def resume(self, directory: Path, source: VisionTransformerSource, conversion: Mapping[str, Any]) -> None:
+        """Save checkpoints in a directory from now on, and resume from the newest one, if there is one."""
         tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
-        identity = self.settings.model_dump() | {
+        # What determines the result, except the initial weights of the student.
+        recipe = self.settings.model_dump() | {
             "images": sum_images(self.images),
             "image_processor": source.image_processor.to_dict(),
             "source_tensors": sum_arrays(tensors),
             "conversion": conversion,
             "model": {**self.config.to_dict(), "transformers_version": None},
         }
-        return json.loads(json.dumps(identity, default=str))
+        self.recipe = json.loads(json.dumps(recipe, default=str))
+        self.checkpoints = Checkpoints(self.accelerator, directory, keep=1)
+        if path := self.checkpoints.newest():
+            manifest = read_manifest(path)
+            refuse_changes(path, manifest.recipe, self.recipe, f"remove {directory}")
+            self.checkpoints.load(path)
+            self.step, self.seconds = manifest.step, manifest.record.seconds
+            (means,) = manifest.record.evaluations
+            self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
+        self.checkpoints.set_aside(self.step)
+
+    def start(self) -> None:
+        """Start the batches and the clock at the current step."""
+        batches = GlobalBatches(
+            len(self.images),
+            self.batch_size,
+            self.batch_size // self.accelerator.num_processes,
+            seed=self.settings.seed,
+            start=self.step,
+            stop=self.settings.steps or 2**31,  # a budget in minutes has no number of steps
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
+        self.batches = (pixel_values(self.processor, [self.images[key.index] for key in keys]) for keys in batches)
+        self.progress = self._progress()
+        self.reported = 100 * self.progress
+        self.saved = self.since = time.monotonic()
 
     def is_done(self) -> bool:
         return self.progress >= 1
@@ -256,7 +265,7 @@ class _Run(Training):
         self.saved = now
         means = {str(i): value for i, value in enumerate(self.means.tolist())}
         record = {"seconds": self.seconds, "evaluations": [means]}
-        return self.checkpoints.save(self.step, {"recipe": self.identity, "record": record, "data": ""})
+        return self.checkpoints.save(self.step, {"recipe": self.recipe, "record": record, "data": ""})
 
     def update(self) -> None:
         pixels, progress = next(self.batches), self.progress
@@ -304,10 +313,8 @@ class _Run(Training):
         """Return the running means of divergence, agreement and errors over all processes, which must be finite."""
         losses = self.accelerator.reduce(self.means, "mean")
         if not losses.isfinite().all():
-            raise ValueError(
-                f"the loss of the distillation is not finite after {self.step} steps: give a smaller learning_rate "
-                f"than {self.settings.learning_rate}"
-            )
+            given = self.settings.learning_rate
+            raise ValueError(f"the loss is not finite after {self.step} steps: give a learning_rate below {given}")
         return losses.tolist()
 
     def record(self) -> dict[str, Any]:
@@ -316,20 +323,6 @@ class _Run(Training):
         done = {"images": len(self.images), "steps": self.step, "minutes": round(self.seconds / 60, 2)}
         losses = {"divergence": divergence, "agreement": agreement, "hidden_state_errors": errors}
         return self.settings.model_dump() | {"batch_size": self.batch_size} | done | losses
-
-    def resume(self) -> None:
-        """Resume from the newest checkpoint, if there is one."""
-        if self.checkpoints is None:
-            return
-        if path := self.checkpoints.newest():
-            manifest = read_manifest(path)
-            refuse_changes(path, manifest.recipe, self.identity, f"remove {self.checkpoints.directory}")
-            self.checkpoints.load(path)
-            self.step = manifest.step
-            self.seconds = manifest.record.seconds
-            (means,) = manifest.record.evaluations
-            self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
-        self.checkpoints.set_aside(self.step)
 
 
 def rate(progress: float) -> float:
