@@ -68,7 +68,7 @@ PIXELS = torch.zeros(2, 3, 32, 32)
             r"bias holds NaN .*\(1 of 24 values\)",
         ),
         ("adapter_config.json", partial(Path.write_text, data="{}"), "vit: has an adapter_config.json: merge"),
-        ("config.json", partial(Path.write_text, data='{"name": "mine"}'), "its config.json has neither a model_type"),
+        ("config.json", partial(Path.write_text, data='{"name": "mine"}'), "its config.json has no model_type"),
         ("config.json", Path.unlink, "contains no config.json"),
         ("config.json", changed(transformers_weights="other.safetensors"), "transformers_weights"),
         ("config.json", changed(num_hidden_layers=3), "Missing key.*vit.layers.2"),

@@ -125,9 +125,7 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
     config = load(AutoConfig, checkpoint)
     if not isinstance(config, AFTConfig):
-        raise ValueError(
-            f"{checkpoint} is a {config.model_type}, not an AFT; for a ViT or DeiT, give the kind attention"
-        )
+        raise ValueError(f"{checkpoint} is a {config.model_type}, not an AFT; of a ViT, give the kind attention")
     classes = {each.__name__: each for each in HEADS}
     return load(classes.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()
 

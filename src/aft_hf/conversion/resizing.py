@@ -56,9 +56,7 @@ def adapt_to_image_size(
     """
     config: Any = model.config  # an `AFTConfig`
     if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:
-        raise ValueError(
-            'only image models with aft_type "conv" in all layers and without position embeddings can be resized'
-        )
+        raise ValueError('only image models of aft_type "conv" without position embeddings can be resized')
     base: Any = model.base_model  # an `AFTModel`
     mixers, embeddings = [layer.mixer for layer in base.layers], base.embeddings
     own = [*mixers, embeddings, getattr(embeddings, "patch_embeddings", None)]

@@ -145,8 +145,7 @@ def read_source(
         values = _read_config(name)
     else:
         raise TypeError(
-            "source must be a directory, a weight file, a Hub id, or a ViT or DeiT of transformers in "
-            f"memory, got {type(source).__name__}"
+            f"source must be a path, a Hub id, or a ViT or DeiT of transformers, got {type(source).__name__}"
         )
     is_timm, own = values.get("model_type") is None, None
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
@@ -197,10 +196,7 @@ def read_source(
 def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a config of transformers; raise a ConversionError unless it is that of a ViT or an equivalent model."""
     if (model_type := values["model_type"]) not in MODEL_TYPES:
-        raise ConversionError(
-            f"{name}: a checkpoint of type {model_type!r} cannot be converted; "
-            f"give one of {', '.join(map(repr, MODEL_TYPES))}"
-        )
+        raise ConversionError(f"{name}: has the type {model_type!r}; give one of {', '.join(MODEL_TYPES)}")
     if values.get("use_swiglu_ffn"):
         raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), and an AFT has none; give a smaller DINOv2")
     return CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
@@ -241,14 +237,9 @@ def _read_config(name: str) -> dict[str, Any]:
     if Path(name).is_file():
         beside = Path(name).parent / CONFIG_NAME
         if beside.exists():
-            raise ConversionError(
-                f"{name}: if {beside} describes these weights, give the directory; if not, move the weights to "
-                "another directory"
-            )
+            raise ConversionError(f"{name}: give the directory, or move the weights if {beside} is not theirs")
         return {}
     config = read_config(name, ConversionError).model_dump(exclude_unset=True)
     if config.get("model_type") is None and config.get("architecture") is None:
-        raise ConversionError(
-            f"{name}: its {CONFIG_NAME} has neither a model_type (transformers) nor an architecture (timm)"
-        )
+        raise ConversionError(f"{name}: its {CONFIG_NAME} has no model_type (transformers) or architecture (timm)")
     return config

@@ -90,10 +90,8 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
     checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}", ConversionError)
     if not re.fullmatch(ARCHITECTURES, checked.architecture or ""):
-        raise ConversionError(
-            f"{name}: timm's {checked.architecture!r} cannot be converted; give a plain ViT or DeiT such as "
-            "deit_small_patch16_224 or deit3_base_patch16_384"
-        )
+        given = checked.architecture
+        raise ConversionError(f"{name}: timm's {given!r} cannot be converted; give one such as deit_base_patch16_224")
     pooling = checked.model_args.global_pool or checked.pretrained_cfg.global_pool
     if pooling not in (None, "", "token"):
         raise ConversionError(f"{name}: pools by {pooling!r}; give a model that pools by its class token")
@@ -126,10 +124,7 @@ def infer_config(
     if num_heads is None:
         num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
     if num_heads < 1 or width % num_heads:
-        raise ConversionError(
-            f"{name}: the number of heads at its width of {width} is not known, or does not divide it; give "
-            "source_num_heads (--source-num-heads)"
-        )
+        raise ConversionError(f"{name}: give source_num_heads (--source-num-heads), a divisor of its width, {width}")
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
     image_size = _image_size(name, length, 2 if distilled else 1, (rows, columns), image_size)
