@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..modeling_aft import AFTForImageClassification
 from ..position_biases_aft import widen
 from .attention import fit_to_attention
 from .names import POSITIONS, Part, renamed
-from .report import ConversionError, ConversionReport, Status, TensorRecord
+from .report import ConversionError, ConversionReport, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
@@ -118,6 +118,18 @@ def convert_deit(
     fitted = {} if images is None else fit_to_attention(model, source, images)
     check_finite(f"{source.name}, after the conversion", target.items(), ConversionError)
 
+    records = [
+        TensorRecord(
+            status="copied" if name in copies else "fitted" if name in fitted else "new",
+            target=name,
+            shape=tensor.shape,
+            sources=copies[name].sources if name in copies else (),
+            note=fitted.get(name, ""),
+        )
+        for name, tensor in target.items()
+    ]
+    dropped = [part for name, part in source.parts.items() if renamed(name) not in copies]
+    records += [TensorRecord(status="dropped", shape=part.tensor.shape, sources=part.sources) for part in dropped]
     options |= {
         "num_heads": config.num_heads,
         "init": init,
@@ -131,7 +143,7 @@ def convert_deit(
         source=os.path.basename(os.path.abspath(source.name)) if Path(source.name).exists() else source.name,
         options=options,
         versions={"aft_hf": __version__} | {name: version(name) for name in ("transformers", "torch", "safetensors")},
-        tensors=list(_records(source, target, copies, fitted)),
+        tensors=records,
     )
     report.check(source.names, target)
     return model.eval(), report
@@ -154,20 +166,3 @@ def copied_parts(source: VisionTransformerSource, config: AFTConfig, target: Col
             part = part._replace(tensor=torch.cat([kept, part.tensor[:, -patches:]], 1))
         copies[copied] = part
     return copies
-
-
-def _records(
-    source: VisionTransformerSource,
-    target: Mapping[str, torch.Tensor],
-    copies: Mapping[str, Part],
-    fitted: Mapping[str, str],
-) -> Iterator[TensorRecord]:
-    """Yield the records of all target tensors and of the dropped source tensors."""
-    for name, tensor in target.items():
-        status: Status = "copied" if name in copies else "fitted" if name in fitted else "new"
-        sources = copies[name].sources if name in copies else ()
-        shape = tuple(tensor.shape)
-        yield TensorRecord(status=status, target=name, shape=shape, sources=sources, note=fitted.get(name, ""))
-    for name, part in source.parts.items():
-        if renamed(name) not in copies:
-            yield TensorRecord(status="dropped", shape=tuple(part.tensor.shape), sources=part.sources)
