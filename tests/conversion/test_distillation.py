@@ -365,14 +365,12 @@ def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, m
 
 
 def test_files_that_another_process_writes_into_the_output_meanwhile_stay(vit, images, tmp_path, monkeypatch):
-    convert = saving._convert
-
-    def convert_meanwhile(*arguments):
+    def convert_meanwhile(*arguments, **options):
         monkeypatch.undo()
         saving.save_converted(vit, tmp_path / "out", **OPTIONS)
-        return convert(*arguments)
+        return convert_deit(*arguments, **options)
 
-    monkeypatch.setattr(saving, "_convert", convert_meanwhile)
+    monkeypatch.setattr(saving, "convert_deit", convert_meanwhile)
     with pytest.raises(ConversionError, match="is not empty"):
         save(vit, tmp_path / "out", images)
     report = ConversionReport.model_validate_json((tmp_path / "out" / REPORT_NAME).read_text())

@@ -21,7 +21,7 @@ from ..modeling_aft import AFTForImageClassification
 from ..reading import read_json
 from .deit import convert_deit, copied_parts
 from .report import REPORT_NAME, ConversionError, ConversionReport
-from .source import VisionTransformerSource, read_source
+from .source import read_source
 
 
 LOCK = ".aft-hf-lock"  # in the directory, while a conversion is written to it
@@ -66,45 +66,31 @@ def save_converted(
     lock: AbstractContextManager[bool] = nullcontext(True)
     checkpoints, advice = directory.with_name(f".{directory.name}-distillation"), ""
     if distillation is not None:
-        from .distillation import locked_checkpoints  # needs the libraries of training
+        from .distillation import check_distillable, distill, locked_checkpoints  # need the libraries of training
 
         distillation = {"seed": seed, **distillation}
         lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
     with lock as writes:
         origin = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
-        model, report = _convert(origin, seed, options, distillation, checkpoints)
+        if distillation is not None:
+            check_distillable(origin, **distillation)  # before the fit to the attention, which may take minutes
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, report = convert_deit(origin, **options)
+        report.options["seed"] = seed
+        if distillation is not None:
+            resuming: dict[str, Any] = {"checkpoints": checkpoints, "conversion": dict(report.options)}
+            report.options["distillation"] = distill(model, origin, **distillation, **resuming)
+        terms = read_license(origin.name)
+        if terms.get("license", "other") != "other" or "://" in terms.get("license_link", ""):
+            report.options["source_license"] = terms
+        # The config keeps these, so that they follow the model through any later training.
+        model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
         if writes:
             try:
                 _write(directory, source, model, origin.image_processor, report)
             except ConversionError as error:
                 raise ConversionError(f"{error}{advice}") from error
-    return model, report
-
-
-def _convert(
-    source: VisionTransformerSource,
-    seed: int,
-    options: Mapping[str, Any],
-    distillation: Mapping[str, Any] | None,
-    checkpoints: Path,
-) -> tuple[AFTForImageClassification, ConversionReport]:
-    """Return the model and the report."""
-    if distillation is not None:
-        from .distillation import check_distillable, distill
-
-        check_distillable(source, **distillation)  # before the fit to the attention, which may take minutes
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model, report = convert_deit(source, **options)
-    report.options["seed"] = seed
-    if distillation is not None:
-        where: dict[str, Any] = {"checkpoints": checkpoints, "conversion": dict(report.options)}
-        report.options["distillation"] = distill(model, source, **distillation, **where)
-    terms = read_license(source.name)
-    if "license" in terms and (terms["license"] != "other" or "://" in terms.get("license_link", "")):
-        report.options["source_license"] = terms
-    # The config keeps these, so that they follow the model through any later training.
-    model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
     return model, report
 
 
