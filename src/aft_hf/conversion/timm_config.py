@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import AliasChoices, Field, FiniteFloat
 from torch import nn
 from transformers import DeiTConfig, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
@@ -38,9 +38,9 @@ Labels = list[str] | dict[str, str]
 Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
-BESIDE = {"label_names", "label_descriptions", "global_pool"}
-# Keys of earlier versions of timm.
-RENAMED = {"labels": "label_names", "label_name": "label_names", "display_name": "label_descriptions"}
+# Keys of the labels in any version of timm, the current one first.
+NAMES, DESCRIPTIONS = ("label_names", "labels", "label_name"), ("label_descriptions", "display_name")
+BESIDE = {*NAMES, *DESCRIPTIONS, "global_pool"}
 
 
 class PretrainedConfig(Document):
@@ -53,8 +53,8 @@ class PretrainedConfig(Document):
     mean: Mean = list(IMAGENET_DEFAULT_MEAN)
     std: Std = list(IMAGENET_DEFAULT_STD)
     global_pool: str | None = None
-    label_names: Labels = {}
-    label_descriptions: dict[str, str] = {}
+    label_names: Labels = Field({}, validation_alias=AliasChoices(*NAMES))
+    label_descriptions: dict[str, str] = Field({}, validation_alias=AliasChoices(*DESCRIPTIONS))
 
 
 class ModelArgs(Document):
@@ -77,15 +77,12 @@ class TimmConfig(Document):
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     """Return a config of timm; raise a ConversionError unless it is that of a ViT or DeiT with a class token.
 
-    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself,
-    and some under other names; and entries beside `pretrained_cfg` replace those in it.
+    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
+    and entries beside `pretrained_cfg` replace those in it.
     """
-
-    def current(entries: dict[str, Any]) -> dict[str, Any]:
-        stated = {key: value for key, value in entries.items() if value is not None}
-        return {RENAMED[key]: stated[key] for key in RENAMED if key in stated} | stated
-
-    stated = json.loads(json.dumps(config), object_hook=current)
+    stated = json.loads(
+        json.dumps(config), object_hook=lambda entries: {key: x for key, x in entries.items() if x is not None}
+    )
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
     checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}", ConversionError)
