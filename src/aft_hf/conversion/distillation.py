@@ -8,8 +8,7 @@ held in memory, so memory does not depend on the number of images.
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, Literal
@@ -18,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
 from tqdm import tqdm
@@ -28,11 +27,10 @@ from ..data.classes import require_a_class, teacher_classes
 from ..data.image_size import pixel_values, resized_processor
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
-from ..errors import explain
 from ..modeling_aft import AFTForImageClassification
-from ..reading import Document
-from ..running.checkpoints import Checkpoints, read_manifest, refuse_changes, remove_checkpoints
-from ..running.ownership import join_processes, owned
+from ..reading import Document, parse_json
+from ..running.checkpoints import Checkpoints, read_manifest, refuse_changes
+from ..running.ownership import join_processes
 from ..running.steps import Training, take_steps
 from .source import VisionTransformerSource
 
@@ -124,10 +122,7 @@ def distill(
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Any], **options: Any) -> DistillationOptions:
     """Return the checked options of `distill`; raise its errors that need no model."""
-    try:
-        settings = DistillationOptions(**options)
-    except ValidationError as problems:
-        raise ValueError(f"distillation: {explain(problems)}") from problems
+    settings = parse_json(json.dumps(options), DistillationOptions, "distillation", ValueError)
     if (settings.steps is None) == (settings.minutes is None):
         raise ValueError(f"distillation: give either steps or minutes, got {settings.steps} and {settings.minutes}")
     if not source.heads:
@@ -136,19 +131,6 @@ def check_distillable(source: VisionTransformerSource, images: Sequence[Any], **
     if not len(images):
         raise ValueError("there are no images to distill on; give at least one")
     return settings
-
-
-@contextmanager
-def locked_checkpoints(directory: Path) -> Iterator[bool]:
-    """Lock a directory of checkpoints, and remove them at the end unless an error occurs.
-
-    Yields whether this is the main process of the launch, which writes the model.
-    """
-    is_main = join_processes().is_main_process
-    with owned(directory, temporary=True):
-        yield is_main
-        if is_main:
-            remove_checkpoints(directory)
 
 
 def student_losses(

@@ -63,14 +63,18 @@ def save_converted(
     """
     directory = Path(os.path.realpath(directory))
     _refuse_files(directory)  # before the work begins
-    lock: AbstractContextManager[bool] = nullcontext(True)
     checkpoints, advice = directory.with_name(f".{directory.name}-distillation"), ""
+    lock: AbstractContextManager[None] = nullcontext()
+    is_main = True
     if distillation is not None:
-        from .distillation import check_distillable, distill, locked_checkpoints  # need the libraries of training
+        from ..running.checkpoints import remove_checkpoints
+        from ..running.ownership import join_processes, owned
+        from .distillation import check_distillable, distill  # need the libraries of training
 
         distillation = {"seed": seed, **distillation}
-        lock, advice = locked_checkpoints(checkpoints), f"; run again to resume from {checkpoints}"
-    with lock as writes:
+        is_main, advice = join_processes().is_main_process, f"; run again to resume from {checkpoints}"
+        lock = owned(checkpoints, temporary=True)
+    with lock:
         origin = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
         if distillation is not None:
             check_distillable(origin, **distillation)  # before the fit to the attention, which may take minutes
@@ -86,11 +90,13 @@ def save_converted(
             report.options["source_license"] = terms
         # The config keeps these, so that they follow the model through any later training.
         model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
-        if writes:
+        if is_main:
             try:
                 _write(directory, source, model, origin.image_processor, report)
             except ConversionError as error:
                 raise ConversionError(f"{error}{advice}") from error
+        if is_main and distillation is not None:
+            remove_checkpoints(checkpoints)
     return model, report
 
 

@@ -144,9 +144,7 @@ def read_source(
         name = str(source)
         values = _read_config(name)
     else:
-        raise TypeError(
-            f"source must be a path, a Hub id, or a ViT or DeiT of transformers, got {type(source).__name__}"
-        )
+        raise TypeError(f"source must be a path, Hub id, or ViT or DeiT of transformers, got {type(source).__name__}")
     is_timm, own = values.get("model_type") is None, None
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
         read = read_timm_config if is_timm else _read_transformers_config
