@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 import typer
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoTokenizer, PreTrainedModel
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..analysis.maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
@@ -20,7 +14,7 @@ from ..analysis.pictures import BIASES, check_path, draw_losses, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..console import refuse_unused
 from ..conversion.images import pixel_batches, read_images
-from ..conversion.source import MODEL_TYPES, read_source
+from ..conversion.source import read_source
 from ..data.image_size import pixel_values
 from ..errors import explained
 from ..limits import limited
@@ -123,20 +117,13 @@ def _losses(checkpoint: str) -> "Figure":
 
 def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
-    config = load(AutoConfig, checkpoint)
-    if not isinstance(config, AFTConfig):
-        raise ValueError(f"{checkpoint} is a {config.model_type}, not an AFT; of a ViT, give the kind attention")
-    classes = {each.__name__: each for each in HEADS}
-    return load(classes.get((config.architectures or [""])[0], AFTModel), checkpoint).eval()
+    architecture = (load(AFTConfig, checkpoint).architectures or [""])[0]
+    return load({each.__name__: each for each in HEADS}.get(architecture, AFTModel), checkpoint).eval()
 
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type  # of timm: None
-    if kind not in (None, "beit", *MODEL_TYPES):
-        instead = "; give the kind biases or keys" if kind == "aft" else ""
-        raise ValueError(f"{checkpoint}: the kind attention needs a ViT, DeiT or BEiT, got {kind}{instead}")
-    if kind == "beit":
+    if not Path(checkpoint).is_file() and read_config(checkpoint).model_type == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)
