@@ -103,14 +103,10 @@ def conv_bias(attention: torch.Tensor, grid_size: tuple[int, int], kernel_size: 
     window, window_counts = (nn.functional.pad(x, margins) for x in (relative, counts))
     mass = (relative * counts).sum((1, 2)) - (window * window_counts).sum((1, 2))
     pairs = int(counts.sum() - window_counts.sum())
-    bias = _log(window)
-    inside = window_counts > 0
-    constant = _log(mass / pairs) if pairs else bias[:, inside].mean(-1)
+    tiny = torch.finfo(window.dtype).tiny
+    bias, inside = window.clamp_min(tiny).log(), window_counts > 0
+    constant = (mass / pairs).clamp_min(tiny).log() if pairs else bias[:, inside].mean(-1)
     # Without attention outside the window, the constant diverges to -inf; it is bounded so that the largest w is
     # `LARGEST_BIAS`.
     constant = constant.maximum(bias[:, inside].amax(-1) - LARGEST_BIAS)
     return (bias - constant[:, None, None]).clamp(-LARGEST_BIAS, LARGEST_BIAS) * inside
-
-
-def _log(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp_min(torch.finfo(x.dtype).tiny).log()
