@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file
-from transformers.image_processing_utils import BaseImageProcessor
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..atomic_files import UNFINISHED, sha256, unfinished
@@ -91,8 +91,9 @@ def save_converted(
         # The config keeps these, so that they follow the model through any later training.
         model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
         if is_main:
+            processor = resized_processor(origin.image_processor, pair(model.config.image_size))
             try:
-                _write(directory, source, model, origin.image_processor, report)
+                _write(directory, source, model, processor, report)
             except ConversionError as error:
                 raise ConversionError(f"{error}{advice}") from error
         if is_main and distillation is not None:
@@ -100,20 +101,14 @@ def save_converted(
     return model, report
 
 
-def _write(
-    directory: Path,
-    source: str | os.PathLike[str],
-    model: AFTForImageClassification,
-    processor: BaseImageProcessor,
-    report: ConversionReport,
-) -> None:
+def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any, report: ConversionReport) -> None:
     """Write a conversion aside, verify it, and move its files to `directory`, or change nothing."""
     lock = directory / LOCK
     with explained(f"cannot write to {directory}", ConversionError), FileLock(lock, timeout=0):
         try:
             with unfinished(directory) as aside:
                 model.save_pretrained(aside)
-                resized_processor(processor, pair(model.config.image_size)).save_pretrained(aside)
+                processor.save_pretrained(aside)
                 report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
                 (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
                 verify_conversion(source, aside)

@@ -170,13 +170,9 @@ def read_source(
         else:
             config, is_own = _as_vit_config(stated), own is not None
             processor = own or _usual_image_processor(stated)
-            if (source_image_size and pair(source_image_size) != pair(config.image_size)) or (
-                source_num_heads not in (None, config.num_attention_heads)
-            ):
-                raise ConversionError(
-                    f"{name}: its config has the image size and the heads; leave out source_image_size and "
-                    "source_num_heads (--source-image-size, --source-num-heads)"
-                )
+            known = pair(config.image_size), config.num_attention_heads
+            if (pair(source_image_size or known[0]), source_num_heads or known[1]) != known:
+                raise ConversionError(f"{name}: its config has both; leave out source_image_size and source_num_heads")
     if config.num_channels != 3:
         raise ConversionError(f"{name}: its images have {config.num_channels} channels; give a model for RGB images")
     classifier = parts.get("classifier.weight")
