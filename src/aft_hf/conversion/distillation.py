@@ -101,9 +101,8 @@ def distill(
         running means of the losses, and the share of images on which model and teacher agreed in the last steps.
 
     Raises:
-        ValueError: the source has no classifier, is a multi-label classifier or a regression, or has other classes
-            than the model; there are no images; an option is invalid; the checkpoints belong to other options
-            or to another conversion; or the loss is not finite.
+        ValueError: the source does not choose one of the classes of the model; there are no images; an option is
+            invalid; the checkpoints belong to other options or another conversion; or the loss is not finite.
         OSError: the checkpoint directory cannot be written.
         SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
     """
@@ -206,16 +205,10 @@ class _Run(Training):
 
     def start(self) -> None:
         """Start the batches and the clock at the current step."""
-        batches = GlobalBatches(
-            len(self.images),
-            self.batch_size,
-            self.batch_size // self.accelerator.num_processes,
-            seed=self.settings.seed,
-            start=self.step,
-            stop=self.settings.steps or 2**31,  # a budget in minutes has no number of steps
-            process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
-        )
+        sizes = len(self.images), self.batch_size, self.batch_size // self.accelerator.num_processes
+        place = {"process": self.accelerator.process_index, "processes": self.accelerator.num_processes}
+        stop = self.settings.steps or 2**31  # a budget in minutes has no number of steps
+        batches = GlobalBatches(*sizes, seed=self.settings.seed, start=self.step, stop=stop, **place)
         self.batches = (pixel_values(self.processor, [self.images[key.index] for key in keys]) for keys in batches)
         self.progress = self._progress()
         self.reported = 100 * self.progress
