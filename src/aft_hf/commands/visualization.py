@@ -41,9 +41,7 @@ def visualize_command(
     context: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
     kind: Annotated[Literal["biases", "attention", "keys", "losses"], typer.Argument(help=KINDS)],
-    out: Annotated[
-        list[Path] | None, typer.Option(help="Output file, .png or .svg; repeat for several. By default KIND.png.")
-    ] = None,
+    out: Annotated[list[Path] | None, typer.Option(help="Output .png or .svg; repeatable. Default: KIND.png.")] = None,
     values: Annotated[str, typer.Option(help="For biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "w",
     layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 1,3,5; by default all.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Maximum number of heads or features to draw per layer.")] = 16,

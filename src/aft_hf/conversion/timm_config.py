@@ -143,9 +143,7 @@ def infer_config(
     )
 
 
-def _image_size(
-    name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
-) -> tuple[int, int]:
+def _image_size(name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: Any) -> tuple[int, int]:
     """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
     rows, columns = patch_size
     counts = (length - prefix, length)
