@@ -141,13 +141,11 @@ def read_source(
     if isinstance(source, PreTrainedModel):
         name, values = source.name_or_path or type(source).__name__, source.config.to_dict()
     elif isinstance(source, (str, os.PathLike)):
-        name = str(source)
-        values = _read_config(name)
+        name, values = str(source), _read_config(str(source))
     else:
         raise TypeError(f"source must be a path, Hub id, or ViT or DeiT of transformers, got {type(source).__name__}")
-    is_timm, own = values.get("model_type") is None, None
     with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
-        read = read_timm_config if is_timm else _read_transformers_config
+        read = _read_transformers_config if values.get("model_type") else read_timm_config
         stated: TimmConfig | PreTrainedConfig = read(name, values) if values else TimmConfig()
     if isinstance(source, PreTrainedModel):
         tensors, part = {key: tensor.detach().cpu() for key, tensor in source.state_dict().items()}, ""
@@ -155,9 +153,6 @@ def read_source(
         if not Path(name).is_file():
             refuse_adapter(name, ConversionError)
         tensors, part = read_weights(name)
-        # A damaged image processor is an error: its means and sizes matter.
-        if not is_timm and read_image_processor(name, ConversionError):
-            own = load(AutoImageProcessor, name, ConversionError)
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     with explained(f"{name}: holds no weights of a ViT or DeiT", ConversionError):
         parts = vit_tensors(name, {key: tensor.to(dtype) for key, tensor in tensors.items()})
@@ -168,8 +163,10 @@ def read_source(
             processor = image_processor(stated.pretrained_cfg, pair(config.image_size))
             is_own = bool(stated.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
         else:
-            config, is_own = _as_vit_config(stated), own is not None
-            processor = own or _usual_image_processor(stated)
+            config, processor = _as_vit_config(stated), _usual_image_processor(stated)
+            is_own = not isinstance(source, PreTrainedModel) and bool(read_image_processor(name, ConversionError))
+            if is_own:  # a damaged image processor is an error: its means and sizes matter
+                processor = load(AutoImageProcessor, name, ConversionError)
             known = pair(config.image_size), config.num_attention_heads
             if (pair(source_image_size or known[0]), source_num_heads or known[1]) != known:
                 raise ConversionError(f"{name}: its config has both; leave out source_image_size and source_num_heads")
