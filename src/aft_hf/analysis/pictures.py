@@ -146,7 +146,10 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     """Draw the training losses and the validation scores of runs over the steps; without evaluations, the final score.
 
     Args:
-        runs: the name of each run, and the content of its results.json, with one of the `METRICS`.
+        runs: the name of each run, and the content of its results.json.
+
+    Raises:
+        ValueError: a run has none of the metrics by which runs are scored.
     """
     figure, axes = new_figure(1, 2, (9, 3.4))
     losses, scores = axes[0]
@@ -155,11 +158,12 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
     for colour, (_, results) in zip(itertools.cycle(CURVES), runs):
         curve = [(row["step"], row["loss"]) for row in results["losses"]]
         final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
-        metric = next(each for each in METRICS if each in final)
-        points = [(row["step"], row[metric]) for row in results["evaluations"]]
-        names.add(metric.replace("_", " "))
+        if not (present := [each for each in METRICS if each in final]):
+            raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
+        points = [(row["step"], row[present[0]]) for row in results["evaluations"]]
+        names.add(present[0].replace("_", " "))
         losses.plot(*zip(*curve), color=colour)
-        scores.plot(*zip(*(points or [(curve[-1][0], final[metric])])), ".-", color=colour)
+        scores.plot(*zip(*(points or [(curve[-1][0], final[present[0]])])), ".-", color=colour)
     losses.set(xlabel="step", ylabel="training loss (nats)")
     scores.set(xlabel="step", ylabel=f"validation {', '.join(sorted(names))}")
     for axis in (losses, scores):

@@ -36,7 +36,9 @@ def convert_command(
         in_model(help="conv (default), full, local or simple; for one per layer, repeat it or separate by commas."),
     ] = None,
     kernel_size: Annotated[int, in_model(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
-    num_heads: Annotated[int | None, in_model(help="Position-bias heads. Default: 1; conv: width / 24.")] = None,
+    num_heads: Annotated[
+        int | None, in_model(help="Position-bias heads h. Default: 1; with conv, one for each 24 features.")
+    ] = None,
     window_size: Annotated[int, in_model(help="Window size s of local.")] = WINDOW_SIZE,
     position_bias_dim: Annotated[
         int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")

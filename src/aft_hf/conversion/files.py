@@ -93,7 +93,9 @@ def _inside(
                 raise ConversionError(f"{source}: {name} has more elements than are stored; save contiguous tensors")
             yield name.removeprefix(prefix), tensor.detach()
         elif not name.startswith(others):
-            raise ConversionError(f"{source}: {name} is not a tensor of the ViT {prefix!r}; save the ViT alone")
+            raise ConversionError(
+                f"{source}: {name} is not a tensor of the ViT, whose names begin with {prefix!r}; save the ViT alone"
+            )
 
 
 def _read_weight_file(path: Path) -> Iterator[tuple[str, dict[Any, torch.Tensor]]]:

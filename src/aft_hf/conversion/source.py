@@ -169,7 +169,8 @@ def read_source(
                 processor = load(AutoImageProcessor, name, ConversionError)
             known = pair(config.image_size), config.num_attention_heads
             if (pair(source_image_size or known[0]), source_num_heads or known[1]) != known:
-                raise ConversionError(f"{name}: its config has both; leave out source_image_size and source_num_heads")
+                given = "source_image_size and source_num_heads (--source-image-size, --source-num-heads)"
+                raise ConversionError(f"{name}: its config has the image size and the heads; leave out {given}")
     if config.num_channels != 3:
         raise ConversionError(f"{name}: its images have {config.num_channels} channels; give a model for RGB images")
     classifier = parts.get("classifier.weight")
