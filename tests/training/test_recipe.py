@@ -114,23 +114,12 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),
         ("steps=[", r"^steps=\[: not YAML"),
-        (r'output_dir="a\0b"', r"^output_dir=.*: line 1: a text must not contain '\\x00', got 'a\\x00b'"),
-        (r'output_dir="\ud800"', r"^output_dir=.*: line 1: a text must not contain '\\ud800'"),
-        (r'model={"a\0b": 1}', r"^model=.*: line 1: a text must not contain '\\x00'"),
-        (f"steps={'9' * 5000}", r"^steps=.*: line 1: an integer must have at most 100 digits, got 5000$"),
-        (f"notes=0x{'f' * 5000}", r"^notes=.*: line 1: an integer must have at most 100 digits, got 5002$"),
     ],
 )
 def test_invalid_recipes_are_refused_with_the_key_its_value_and_what_is_allowed(recipe, override, message):
     with pytest.raises(ValueError, match=message) as error:
         load_recipe(recipe, [override])
     assert "\n" not in str(error.value) or "not YAML" in str(error.value)
-
-
-def test_the_base_of_a_recipe_is_a_name_that_a_file_can_have(recipe):
-    recipe.write_text('task: bytes\nbase: "a\\0b"\n')
-    with pytest.raises(ValueError, match=r"recipe.yaml: not YAML that can be read: line 2: a text must not contain"):
-        load_recipe(recipe)
 
 
 def test_the_home_directory_may_be_written_as_a_tilde(recipe, monkeypatch):
@@ -200,11 +189,3 @@ def test_many_unknown_keys_cost_no_more_than_those_that_are_named(recipe, monkey
     with pytest.raises(ValueError, match=r"unknown key key0; .*unknown key key2; .*; and 997 more"):
         load_recipe(recipe)
     assert len(asked) == 3
-
-
-@pytest.mark.parametrize("source", ["architecture: gpt2", "pretrained: somewhere"])
-@pytest.mark.parametrize("key", ["n_layer", "num_hidden_layers", "n_layers", "num_labels"])
-def test_a_size_that_no_model_has_is_refused_by_its_key(recipe, source, key):
-    recipe.write_text(re.sub("model: {.*}\noptimizer", f"model: {{{source}, {key}: 1000000000}}\noptimizer", MINIMAL))
-    with pytest.raises(ValueError, match=f"model.{key}=1000000000: must be at most"):
-        load_recipe(recipe)
