@@ -36,6 +36,8 @@ def test_numbers_may_be_written_as_people_do(recipe):
     assert load_recipe(recipe).optimizer.learning_rate == 0.003
     assert load_recipe(recipe, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
     assert load_recipe(recipe, ["optimizer.learning_rate=1"]).optimizer.learning_rate == 1.0
+    assert load_recipe(recipe, ["steps=010"]).steps == 10
+    assert load_recipe(recipe, ["steps=1_000"]).steps == 1000
 
 
 def test_the_precision_no_needs_no_quotes_though_yaml_reads_a_boolean(recipe):
@@ -108,8 +110,7 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
         ("steps=1.5", r"^steps=1.5: must be a valid integer$"),
         ("optimizer.learning_rate='1.5.2'", r"^optimizer.learning_rate='1.5.2': must be a valid number$"),
         ("optimizer.learning_rate='1e-3'", r"^optimizer.learning_rate='1e-3': must be a valid number without quotes$"),
-        ("steps=010", r"^steps=010: .*line 1: a number must not begin with 0 or have a colon, got 010;"),
-        ("steps=1:30", r"^steps=1:30: .*line 1: a number must not begin with 0 or have a colon, got 1:30;"),
+        ("steps=1:30", r"^steps='1:30': must be a valid integer$"),
         ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),

@@ -102,7 +102,7 @@ def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[s
     with explained("model.id2label: must map each class number to its name"):
         given = [id2label[number] for number in sorted(id2label, key=lambda number: int(str(number)))]
         if odd := [name for name in given if type(name) not in (int, str)]:
-            raise ValueError(f"put {shown(odd[0])} in quotes if it is a name; YAML reads no, yes and null as values")
+            raise ValueError(f"put {shown(odd[0])} in quotes if it is a name; YAML reads true and null as values")
     wanted = [*map(str, given)]
     if sorted(wanted) == sorted(names):
         return wanted, wanted if labels == names else labels

@@ -218,11 +218,6 @@ class Recipe(Section, Generic[DataType]):
     tracker: str | None = Field("tensorboard", description="Name of a tracker of Accelerate. null: no tracker.")
     output_dir: Place = Field(description="Directory of the run. Default: outputs/FOLDER/NAME of the recipe's file.")
 
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _read_no(cls, precision: Any) -> Any:
-        return "no" if precision is False else precision  # YAML reads `no` as a boolean
-
     @field_validator("model")
     @classmethod
     def _check_model(cls, model: dict[str, Any]) -> dict[str, Any]:
@@ -393,16 +388,12 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 class _Loader(PlainLoader):
-    """YAML loader that reads 3e-4 as a number; PyYAML follows YAML 1.1, which requires 3.0e-4."""
+    """YAML loader with the types of YAML 1.2.
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        value, line = super().construct_scalar(node), f"line {node.start_mark.line + 1}"
-        in_base_8 = node.tag.endswith(":int") and re.match(r"[-+]?0_*\d", value)
-        if in_base_8 or (node.tag.endswith((":int", ":float")) and ":" in value):  # a colon means base 60 in YAML
-            raise ValueError(
-                f"{line}: a number must not begin with 0 or have a colon, got {value}; put texts in quotes"
-            )
-        return value
+    By YAML 1.1, which PyYAML follows, `no` is a boolean, 010 is in base 8, 1:30 in base 60, and 3e-4 is a text.
+    """
+
+    yaml_implicit_resolvers: dict[str | None, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         known = set[str]()
@@ -417,10 +408,13 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper for `_Loader`: it quotes strings that `_Loader` would read as another type."""
 
 
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
+TYPES = {"null": r"~|null|", "bool": r"true|false", "int": r"[-+]?\d[\d_]*"}
+TYPES["float"] = r"[-+]?(\d[\d_]*\.[\d_]*|\.\d+|\d[\d_]*(?=e))(e[-+]?\d+)?|[-+]?\.inf|\.nan"
+for _type, _pattern in TYPES.items():
+    for _class in (_Loader, _Dumper):
+        _expression = re.compile(f"({_pattern})$", re.ASCII | re.IGNORECASE)
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_type}", _expression, None)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))  # not in base 8 after a 0
 
 
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
