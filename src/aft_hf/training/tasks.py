@@ -54,7 +54,6 @@ from .recipe import (
     BytesData,
     BytesRecipe,
     Data,
-    ImageRowsData,
     ImagesData,
     ImagesRecipe,
     PixelsRecipe,
@@ -66,6 +65,7 @@ from .recipe import (
 logger = logging.get_logger(__name__)
 
 Batch = dict[str, torch.Tensor]
+OF_DATA = {"image_size", "num_labels", "label2id"}  # fields of a model's config that a recipe cannot change
 VALIDATION_SHARE = 0.05  # of the training rows that are held out if there is no validation data
 
 
@@ -81,7 +81,7 @@ class Task(ABC):
     repetitions: int = 1  # consecutive copies of each sample
     train: Windows | RowSamples
     # Datasets by split; the first is evaluated during training, all of them at the end.
-    evaluated: dict[str, Dataset[Any]]
+    evaluated: Mapping[str, Dataset[Any]]
     config_values: dict[str, Any]  # fields of the model's config that follow from the data
     processor: Any = None  # tokenizer or image processor, saved with the model
 
@@ -95,12 +95,9 @@ class Task(ABC):
         fields = dict(self.recipe.model)
         if "id2label" in self.config_values:  # where those of the recipe are checked and converted
             fields.pop("id2label", None)
-        size = self.config_values.get("image_size")
-        if size is not None and (given := fields.get("image_size", size)) not in (size, [size, size]):
-            raise ValueError(
-                f"model.image_size={shown(given)}: the images have data.image_size={size}; give that, and leave out "
-                "this one"
-            )
+        for name, value in self.config_values.items():
+            if name in OF_DATA and (given := fields.get(name, value)) not in (value, [value, value]):
+                raise ValueError(f"model.{name}={shown(given)}: by data it is {shown(value)}; leave it out")
         if "pretrained" in fields:
             source = fields.pop("pretrained")
             values = self._fitting(type(load(AutoConfig, source))) | fields
@@ -271,7 +268,7 @@ class PixelsTask(SequenceTask):
     def __init__(self, recipe: PixelsRecipe):
         super().__init__(recipe)
         data = recipe.data
-        splits = hold_out(read_rows(recipe), VALIDATION_SHARE)
+        rows = some_rows(hold_out(read_rows(recipe), VALIDATION_SHARE), data, shuffled=False)
         make = PixelSequences(
             data.image_size,
             image_column=data.image_column,
@@ -279,7 +276,8 @@ class PixelsTask(SequenceTask):
             flip=data.flip,
             brightness_shift=data.brightness_shift,
         )
-        self.train, self.evaluated = build_samples(splits, data, dict.fromkeys(splits, make), data.image_column)
+        samples = {split: RowSamples(rows[split], make, [data.image_column]) for split in rows}
+        self.train, self.evaluated = samples.pop("train"), samples
         self.units_per_sample = 3 * data.image_size**2
         self.config_values = {
             "modality": "text",
@@ -316,18 +314,13 @@ class ImagesTask(Task):
         if given := recipe.model.get("id2label"):
             names, labels = rename_classes(given, names, labels)
         self.order = "" if labels == class_names(splits["train"], data.label_column) else str(labels)
-        numbers = {name: number for number, name in enumerate(names)}
-        splits = hold_out(splits, VALIDATION_SHARE)
         self.config_values = {
             "modality": "image",
             "image_size": data.image_size,
             "id2label": dict(enumerate(names)),
-            "label2id": numbers,
+            "label2id": {name: number for number, name in enumerate(names)},
+            "num_labels": len(names),
         }
-        for name, value in (("num_labels", len(names)), ("label2id", numbers)):
-            if (given := recipe.model.get(name, value)) != value:
-                classes = f"the data has the {len(names)} classes {shown(names)}"
-                raise ValueError(f"model.{name}={shown(given)}: {classes}; leave it out")
         # Resize, crop the center if `eval_crop_ratio` is below 1, and normalize.
         crops, size = data.eval_crop_ratio < 1, {"height": data.image_size, "width": data.image_size}
         self.processor = ViTImageProcessorPil(
@@ -338,16 +331,17 @@ class ImagesTask(Task):
             image_mean=data.image_mean,
             image_std=data.image_std,
         )
-        makers: dict[str, Maker] = {}
-        for split, rows in splits.items():
-            options: dict[str, Any] = {"image_column": data.image_column, "label_column": data.label_column}
+        columns = {"image_column": data.image_column, "label_column": data.label_column}
+        samples: dict[str, RowSamples] = {}
+        for split, rows in some_rows(hold_out(splits, VALIDATION_SHARE), data, shuffled=True).items():
             with explained(f"the {split} data"):
-                options["numbers"] = class_numbers(rows, data.label_column, labels)
+                options: dict[str, Any] = columns | {"numbers": class_numbers(rows, data.label_column, labels)}
             if split == "train":
-                makers[split] = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
+                make: Maker = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
             else:
-                makers[split] = ImagePipeline(self.processor, **options)
-        self.train, self.evaluated = build_samples(splits, data, makers, data.image_column, data.label_column)
+                make = ImagePipeline(self.processor, **options)
+            samples[split] = RowSamples(rows, make, [*columns.values()])
+        self.train, self.evaluated = samples.pop("train"), samples
         self.augment = BatchAugmentation(len(names), data.image_mean, data.image_std, augmentation)
         self.repetitions = augmentation.repetitions
 
@@ -407,8 +401,7 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         files["train"] = write_text(output_dir)
     for split, file in files.items():
         if not Path(file).is_file():
-            reason = "is a folder; give a file" if Path(file).is_dir() else "no such file"
-            raise ValueError(f"data.{split}={file}: {reason}")
+            raise ValueError(f"data.{split}={file}: no such file (a folder cannot be read)")
     refuse_without_dataset(data)
     return files
 
@@ -457,15 +450,6 @@ def keep_image_format(data: ImagesData, config: PreTrainedConfig, processor: dic
             f"the pretrained model has images of {height} x {width} pixels, and is trained with "
             f"data.image_size={data.image_size}"
         )
-
-
-def build_samples(
-    splits: DatasetDict, data: ImageRowsData, makers: Mapping[str, Maker], *columns: str
-) -> tuple[RowSamples, dict[str, Dataset[Any]]]:
-    """Return the training samples and those of the other splits, made by the maker of each split."""
-    rows = some_rows(splits, data, shuffled=hasattr(data, "label_column"))
-    samples = {split: RowSamples(rows[split], makers[split], columns) for split in rows}
-    return samples.pop("train"), {**samples}
 
 
 def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, Rows]:
