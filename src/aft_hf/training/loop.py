@@ -45,11 +45,10 @@ from .tasks import TASKS
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
 
 # Keys of a recipe that may differ between a checkpoint and the run that resumes from it.
-FREE_TO_CHANGE = {"notes", "paper", "paper.rows", "paper.score", "epochs", "steps", "output_dir", "resume", "tracker"}
-FREE_TO_CHANGE |= {"micro_batch_size", "context_parallel", "mixed_precision", "gradient_checkpointing", "compile"}
-FREE_TO_CHANGE |= {"evaluate_every", "save_every", "keep_checkpoints", "data.max_eval_samples", "data.workers"}
+FREE = ["notes", "paper", "epochs", "steps", "output_dir", "resume", "tracker", "micro_batch_size", "context_parallel"]
+FREE += ["mixed_precision", "gradient_checkpointing", "compile", "evaluate_every", "save_every", "keep_checkpoints"]
 # Of the training data and its tokens, the content is compared.
-FREE_TO_CHANGE |= {"data.train", "data.validation", "data.test", "data.dataset", "data.tokenizer"}
+FREE_DATA = {"max_eval_samples", "workers", "train", "validation", "test", "dataset", "tokenizer"}
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -95,8 +94,7 @@ class Run(Training):
         group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
-        adamw = recipe.optimizer.model_dump(exclude={"name"})
-        optimizer = build_optimizer(model, **adamw | {"betas": tuple(adamw["betas"])})
+        optimizer = build_optimizer(model, **recipe.optimizer.model_dump(exclude={"name"}))
         if recipe.ema_decay is not None:
             keep_average(optimizer, recipe.ema_decay)
         schedule, options = recipe.schedule, recipe.schedule.options or None
@@ -158,10 +156,8 @@ class Run(Training):
         manifest = read_manifest(path)
         with explained(f"{path}: its recipe cannot be read"):
             earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
-        then, now = (
-            {key: value for key, value in flatten_dict(recipe.model_dump()).items() if key not in FREE_TO_CHANGE}
-            for recipe in (earlier, self.recipe)
-        )
+        free: Any = dict.fromkeys(FREE, True) | {"data": FREE_DATA}
+        then, now = (recipe.model_dump(exclude=free) for recipe in (earlier, self.recipe))
         then[DATA], now[DATA] = manifest.data, self.data
         refuse_changes(path, then, now, "another output_dir for a new run")
         self.checkpoints.load(path)
