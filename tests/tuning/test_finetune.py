@@ -307,7 +307,7 @@ def test_no_file_of_a_checkpoint_runs_code(name, classifier, images, checkpoint,
     if name == "training_args.bin":  # which is never read
         start(classifier, tmp_path, *options)
     else:
-        with pytest.raises(ValueError, match=f"checkpoint-1/{name} is not read: it names posix.mkdir") as stopped:
+        with pytest.raises(ValueError, match=f"checkpoint-1/{name} is not read: .*it names posix.mkdir") as stopped:
             start(classifier, tmp_path, *options)
         assert "\n" not in str(stopped.value)
     assert not (tmp_path / "marker").exists()

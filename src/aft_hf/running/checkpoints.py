@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
 from ..atomic_files import UNFINISHED, sha256, unfinished
-from ..errors import UnreadableError, described, shortened
+from ..errors import UnreadableError, described, explained, shortened
 from ..reading import Document, FileName, parse_json
-from .safe_loading import UnsafeCheckpointError, cause_of, data_only
+from .safe_loading import cause_of, data_only
 
 
 STEP = re.compile("step-([0-9]{9,})")
@@ -136,17 +136,11 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint does not fit them or the number of processes, or could run code.
         """
-        try:
-            with data_only(path):
-                self.accelerator.load_state(str(path))
-            # Reset the count of micro-batches: the run resumes with a new step, whose number of them may differ.
-            self.accelerator.step = 0
-            self.accelerator.print(f"resuming from {path}")
-        except UnsafeCheckpointError:
-            raise
-        except (Exception, CheckpointException) as error:
-            reason = described(cause_of(error))
-            raise ValueError(f"{path} does not fit the model or the number of processes: {reason}") from error
+        with explained(f"{path} does not fit the model or the number of processes"), data_only(path):
+            self.accelerator.load_state(str(path))
+        # Reset the count of micro-batches: the run resumes with a new step, whose number of them may differ.
+        self.accelerator.step = 0
+        self.accelerator.print(f"resuming from {path}")
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints beyond `step`, the step from which the run resumes.

@@ -17,6 +17,8 @@ from accelerate.utils import patch_environment
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch.distributed.checkpoint import CheckpointException, metadata
 
+from ..errors import UnreadableError, explained
+
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
 NEVER_READ = ("training_args.bin",)  # objects other than data, which Trainer writes for information only
@@ -36,7 +38,7 @@ TABLE_TYPES = {
 }
 
 
-class UnsafeCheckpointError(ValueError):
+class UnsafeCheckpointError(UnreadableError):
     """Raised for a checkpoint with a file that could run code when it is loaded, or that cannot be checked."""
 
 
@@ -57,8 +59,8 @@ def data_only(checkpoint: Path) -> Iterator[None]:
             with patch_environment(**{FORCE: "1", PREVENT: "0"}):
                 yield
         except (CheckpointException, pickle.UnpicklingError) as error:
-            if not isinstance(cause_of(error), pickle.UnpicklingError):
-                raise
+            if not isinstance(cause := cause_of(error), pickle.UnpicklingError):
+                raise cause from None
             raise UnsafeCheckpointError(
                 f"{checkpoint} is not read: it contains objects other than tensors and numbers, which could run code"
             ) from error
@@ -73,23 +75,19 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _check(path: Path) -> None:
     """Raise an UnsafeCheckpointError if a file is a pickle that contains more than data."""
-    try:
+    # A damaged pickle can raise any error.
+    with explained(f"{path} is not read: it may hold only tensors and numbers", UnsafeCheckpointError):
         if path.name.endswith(SHARD_TABLE):
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file).load(), metadata.Metadata):
-                    raise pickle.UnpicklingError("not a shard table")
+                    raise ValueError("it is not a shard table")
         elif path.suffix in PICKLES and path.name not in NEVER_READ:
             for name in sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
-                raise UnsafeCheckpointError(name)
-    except OSError:
-        raise
-    except UnsafeCheckpointError as unsafe:
-        raise UnsafeCheckpointError(
-            f"{path} is not read: it names {unsafe}, which could run code; a checkpoint may contain only tensors, "
-            "numbers and types that are known to be safe"
-        ) from None
-    except Exception as error:  # a damaged pickle can raise any error
-        raise UnsafeCheckpointError(f"{path} is not read: it is not a file of tensors and numbers") from error
+                raise _refusal(name)
+
+
+def _refusal(name: str) -> ValueError:
+    return ValueError(f"it names {name}, which could run code")
 
 
 class _ShardTable(pickle.Unpickler):
@@ -101,12 +99,12 @@ class _ShardTable(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         is_part = module == metadata.__name__ and getattr(vars(metadata).get(name), "__module__", None) == module
         if not (is_dtype or is_part or (module, name) in TABLE_TYPES):
-            raise UnsafeCheckpointError(f"{module}.{name}")
+            raise _refusal(f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: str) -> Any:
     """Return a member of an enum by its name. Any other attribute is refused."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
-        raise UnsafeCheckpointError("builtins.getattr")
+        raise _refusal("builtins.getattr")
     return kind[name]
