@@ -513,7 +513,8 @@ def test_errors_of_options_are_one_line_without_the_list_of_all_options(tmp_path
     done = run_command("aft-hf", "finetune", *options)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("aft-hf: ") and "./missing" in done.stderr
-    done = run_command("aft-hf", "finetune", *options, "--max_train_samples", 0)
-    assert done.returncode == 2 and "--max-train-samples" in done.stderr
+    for option, value in {"--max-train-samples": 0, "--distillation": "medium"}.items():
+        done = run_command("aft-hf", "finetune", *options, option, value)
+        assert done.returncode == 2 and option in done.stderr
     done = run_command("aft-hf", "finetune", *options, "--weight_decay", "much")  # an option of TrainingArguments
     assert done.returncode == 2 and done.stderr.count("\n") <= 2 and "weight_decay" in done.stderr

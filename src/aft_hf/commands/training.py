@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -72,7 +72,7 @@ def finetune_command(
         float, in_training(help="Factor on the learning rate of position biases; 1 after a conversion.")
     ] = 1.0,
     teacher: Annotated[str | None, in_distillation(help="ViT or DeiT of the same classes and normalization.")] = None,
-    distillation: Annotated[str, in_distillation(help="Loss, as in DeiT: soft or hard.")] = "soft",
+    distillation: Annotated[Literal["soft", "hard"], in_distillation(help="Loss, as in DeiT.")] = "soft",
     distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
     distillation_temperature: Annotated[float, in_distillation(help="Temperature of soft distillation.")] = 3.0,
 ) -> dict[str, float]:

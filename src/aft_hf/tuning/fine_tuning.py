@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from datasets import DatasetDict
@@ -379,7 +379,7 @@ def distillation_loss(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     *,
-    kind: str = "soft",
+    kind: Literal["soft", "hard"] = "soft",
     weight: float = 0.5,
     temperature: float = 3.0,
 ) -> torch.Tensor:
@@ -391,8 +391,6 @@ def distillation_loss(
     `loss` is a mean over the batch; z and z_t are logits, (B, classes). No gradient flows to the teacher. DeiT uses a
     weight of 0.1 for soft and 0.5 for hard distillation, and a temperature of 3.
     """
-    if kind not in ("soft", "hard"):
-        raise ValueError(f"distillation must be one of soft, hard, got {kind!r}")
     if not 0 <= weight <= 1 or temperature <= 0:
         raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
