@@ -315,6 +315,9 @@ def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
         assert b"".join(parts.values()) == joined and len(parts["train"]) == len(joined) * 90 // 100
 
 
+FILE = {"dataset": None, "text_column": "text"}
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -322,13 +325,10 @@ def test_the_texts_of_one_split_or_file_are_split_by_position(tmp_path):
         ({"text_column": "text"}, "data.text_column: the train data has no column 'text', it has 'content', 'gaps'"),
         ({"text_column": "gaps"}, "row 1: column 'gaps' holds None"),
         ({"dataset": None}, "no data: give data.train=FILE"),
-        ({"dataset": None, "train": "nowhere"}, "data.train=nowhere: no such file"),
-        ({"dataset": None, "train": "{tmp_path}/test"}, r"data.train=.*test: no such file \(a folder cannot be read"),
+        (FILE | {"train": "nowhere"}, "data.train=nowhere: no such file"),
+        (FILE | {"train": "{tmp_path}/test"}, r"data.train=.*test: no such file \(a folder cannot be read"),
         ({"dataset": None, "train": __file__}, "data.text_column='content' needs data.dataset"),
-        (
-            {"dataset": None, "train": __file__, "text_column": "text", "dataset_config": "x"},
-            "data.dataset_config='x'",
-        ),
+        (FILE | {"train": __file__, "dataset_config": "x"}, "data.dataset_config='x' needs data.dataset"),
         ({"dataset": __file__, "dataset_config": "x"}, "is a file, which has no configuration 'x'"),
         ({"dataset": "{tmp_path}/test"}, r"there is nothing to train on: .* has no split 'train'"),
     ],

@@ -28,7 +28,7 @@ ALTERNATIVES = (
 )
 
 # Keys of `data` that only `dataset` uses.
-OF_DATASET = ("dataset_config", "text_column")
+OF_DATASET = {"dataset_config", "text_column"}
 
 # The fields of `ImagesData` that `model.pretrained` has values of its own for.
 OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
@@ -69,6 +69,15 @@ class Data(Section):
     max_eval_samples: Count | None = Field(
         None, description="Number of evaluated samples: the first, or random labeled images. null: all."
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        if self.dataset is not None and (files := given & {"train", "validation", "test"}):
+            raise complete_message(f"give either data.dataset or data.{min(files)}")
+        if self.train is not None and (unused := given & OF_DATASET):
+            raise complete_message(f"data.{min(unused)}={shown(getattr(self, min(unused)))} needs data.dataset")
+        return self
 
 
 class BytesData(Data):

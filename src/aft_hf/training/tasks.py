@@ -49,17 +49,7 @@ from ..errors import explained
 from ..limits import limited
 from ..loading import load, read_image_processor
 from .metrics import accuracy_and_loss, code_length
-from .recipe import (
-    OF_DATASET,
-    BytesData,
-    BytesRecipe,
-    Data,
-    ImagesData,
-    ImagesRecipe,
-    PixelsRecipe,
-    Recipe,
-    TokensRecipe,
-)
+from .recipe import BytesData, BytesRecipe, ImagesData, ImagesRecipe, PixelsRecipe, Recipe, TokensRecipe
 
 
 logger = logging.get_logger(__name__)
@@ -383,10 +373,8 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
     """Return the file of each split, "train" first."""
     files: dict[str, str | Path] = data.model_dump(include={"train", "validation", "test"}, exclude_none=True)
     if data.dataset is not None:
-        if files:
-            raise ValueError(f"give either data.dataset or data.{next(iter(files))}")
         splits = load_named(data.dataset, data.dataset_config)
-        require_train(splits, data)
+        require_train(splits, data.dataset)
         require_column(splits, data.text_column, "data.text_column")
         with PartialState().local_main_process_first():
             for split, rows in splits.items():
@@ -402,14 +390,12 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
     for split, file in files.items():
         if not Path(file).is_file():
             raise ValueError(f"data.{split}={file}: no such file (a folder cannot be read)")
-    refuse_without_dataset(data)
     return files
 
 
 def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
     """Return the splits of the recipe's dataset."""
     data = recipe.data
-    refuse_without_dataset(data)
     if data.train == GENERATED:
         if data.validation is not None:
             raise ValueError("data.train=generated has validation data of its own; leave out data.validation")
@@ -418,17 +404,9 @@ def read_rows(recipe: PixelsRecipe | ImagesRecipe) -> DatasetDict:
         return DatasetDict({split: draw_images(split, data.image_column, label_column) for split in splits})
     labeled = recipe.task == "images"
     splits = load_splits(data.dataset, data.dataset_config, data.train, data.validation, labeled=labeled)
-    require_train(splits, data)
+    require_train(splits, data.dataset)
     require_column(splits, data.image_column, "data.image_column")
     return splits
-
-
-def refuse_without_dataset(data: Data) -> None:
-    """Raise a ValueError if a key that only `dataset` uses is given without it."""
-    for name in OF_DATASET if data.dataset is None else ():
-        field = type(data).model_fields.get(name)
-        if field is not None and getattr(data, name) != field.default:
-            raise ValueError(f"data.{name}={shown(getattr(data, name))} needs data.dataset")
 
 
 def keep_image_format(data: ImagesData, config: PreTrainedConfig, processor: dict[str, Any]) -> None:
@@ -466,7 +444,7 @@ def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, 
     return kept
 
 
-def require_train(splits: DatasetDict, data: Data) -> None:
+def require_train(splits: DatasetDict, dataset: str | None) -> None:
     """Raise a ValueError if there is no training split."""
     if "train" not in splits:
-        raise ValueError(f"there is nothing to train on: data.dataset={data.dataset} has no split 'train'")
+        raise ValueError(f"there is nothing to train on: data.dataset={dataset} has no split 'train'")
