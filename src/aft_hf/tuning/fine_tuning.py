@@ -9,13 +9,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from datasets import DatasetDict
 from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +21,6 @@ from transformers import (
     AutoConfig,
     AutoModelForImageClassification,
     HfArgumentParser,
-    PreTrainedConfig,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
@@ -84,29 +81,7 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
     set_seed(arguments.seed)
     _check_output(Path(str(arguments.output_dir)))
     refuse_inside(str(arguments.output_dir), options.train, options.validation, options.dataset_name)
-    hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    config = load(AutoConfig, options.model_name_or_path, **hub)
-    if not is_image_classifier(config):
-        raise ValueError(
-            f"{options.model_name_or_path}: is no image classifier; to train a language model further, give it as "
-            "model.pretrained of a recipe to aft-hf train"
-        )
-    with arguments.main_process_first():
-        splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
-        if "train" not in splits and (arguments.do_train or "validation" not in splits):
-            raise ValueError("there is no training data: give --train, or a dataset with a split named train")
-        parts = _classification(options, splits, config, hub, arguments)
-    trainer = FineTuner(
-        args=arguments,
-        position_bias_scale=options.position_bias_scale,
-        teacher=None if options.teacher is None else read_source(options.teacher).to_transformers(),
-        distillation={
-            "kind": options.distillation,
-            "weight": options.distillation_weight,
-            "temperature": options.distillation_temperature,
-        },
-        **parts,
-    )
+    trainer = _build_trainer(options, arguments)
     metrics = _train(trainer, arguments) if arguments.do_train else {}
     if arguments.do_eval:
         result = trainer.evaluate()
@@ -120,42 +95,45 @@ def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str
     return metrics
 
 
-def _classification(
-    options: SimpleNamespace,
-    splits: DatasetDict,
-    config: PreTrainedConfig,
-    hub: dict[str, Any],
-    arguments: TrainingArguments,
-) -> dict[str, Any]:
-    """An image classifier, with the classes of the data if it is trained, and the other options of its Trainer."""
-    require_column(splits, options.image_column, "--image-column")
-    require_column(splits, options.label_column, "--label-column")
-    names, trains = model_classes(config), arguments.do_train
-    labels = names
-    if trains:
-        names, labels = trained_classes(splits["train"], options.label_column, names)
-    splits = hold_out(splits, options.validation_share)
-    if arguments.do_eval and "validation" not in splits:
-        raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
-    if not trains:
-        splits.pop("train", None)
-    splits = some_rows(splits, options, shuffled=True)
-    config.id2label = dict(enumerate(names))
-    require_a_class(options.model_name_or_path, config)
-    processor = load_image_processor(options.model_name_or_path, config, **hub)
+def _build_trainer(options: SimpleNamespace, arguments: TrainingArguments) -> "FineTuner":
+    """Build the Trainer of an image classifier, which gets the classes of the data if it is trained."""
+    source, trains = options.model_name_or_path, arguments.do_train
     columns = {"image_column": options.image_column, "label_column": options.label_column}
-    number = partial(class_numbers, names=labels) if trains else partial(match_classes, of_model=names)
-    datasets = {
-        split: RowSamples(
-            rows, ImagePipeline(processor, numbers=number(rows, options.label_column), **columns), [*columns.values()]
+    hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = load(AutoConfig, source, **hub)
+    if not is_image_classifier(config):
+        raise ValueError(
+            f"{source}: is no image classifier; to train a language model further, give it as model.pretrained of a "
+            "recipe to aft-hf train"
         )
-        for split, rows in splits.items()
-    }
+    with arguments.main_process_first():
+        splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
+        if "train" not in splits and (trains or "validation" not in splits):
+            raise ValueError("there is no training data: give --train, or a dataset with a split named train")
+        require_column(splits, options.image_column, "--image-column")
+        require_column(splits, options.label_column, "--label-column")
+        names = labels = model_classes(config)
+        if trains:
+            names, labels = trained_classes(splits["train"], options.label_column, names)
+        splits = hold_out(splits, options.validation_share)
+        if arguments.do_eval and "validation" not in splits:
+            raise ValueError("there is no validation data: give --validation, or a --validation-share above 0")
+        if not trains:
+            splits.pop("train", None)
+        config.id2label = dict(enumerate(names))
+        require_a_class(source, config)
+        processor = load_image_processor(source, config, **hub)
+        datasets: dict[str, RowSamples] = {}
+        for split, rows in some_rows(splits, options, shuffled=True).items():
+            numbers = (class_numbers if trains else match_classes)(rows, options.label_column, labels)
+            make = ImagePipeline(processor, numbers=numbers, **columns)
+            datasets[split] = RowSamples(rows, make, [*columns.values()])
     height, width = next(iter(datasets.values()))[0]["pixel_values"].shape[1:]
-    return {
-        "model": (load if trains else load_trained)(
+    return FineTuner(
+        args=arguments,
+        model=(load if trains else load_trained)(
             AutoModelForImageClassification,
-            options.model_name_or_path,
+            source,
             id2label=config.id2label,
             label2id={name: number for number, name in enumerate(names)},
             ignore_mismatched_sizes=trains,  # another number of classes gets a new classifier
@@ -163,13 +141,20 @@ def _classification(
             attn_implementation=options.attn_implementation,
             **hub,
         ),
-        "train_dataset": datasets.get("train"),
-        "eval_dataset": datasets.get("validation"),
-        "processing_class": processor,
-        "augment": build_augmentation(options.augmentation, (height, width)),
-        "preprocess_logits_for_metrics": lambda logits, _: logits[0] if isinstance(logits, (tuple, list)) else logits,
-        "compute_metrics": lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
-    }
+        train_dataset=datasets.get("train"),
+        eval_dataset=datasets.get("validation"),
+        processing_class=processor,
+        preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, (tuple, list)) else logits,
+        compute_metrics=lambda p: accuracy(torch.tensor(p.predictions), torch.tensor(p.label_ids)),
+        position_bias_scale=options.position_bias_scale,
+        augment=build_augmentation(options.augmentation, (height, width)),
+        teacher=None if options.teacher is None else read_source(options.teacher).to_transformers(),
+        distillation={
+            "kind": options.distillation,
+            "weight": options.distillation_weight,
+            "temperature": options.distillation_temperature,
+        },
+    )
 
 
 def _check_output(directory: Path) -> None:
