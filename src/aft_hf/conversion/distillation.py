@@ -154,6 +154,8 @@ def student_losses(
 class _Run(Training):
     """One distillation run, which resumes from its newest checkpoint: its components and its progress."""
 
+    bar = {"total": 100, "desc": "Distillation", "bar_format": "{l_bar}{bar}| {postfix}"}
+
     def __init__(
         self,
         model: AFTForImageClassification,
@@ -216,10 +218,6 @@ class _Run(Training):
 
     def is_done(self) -> bool:
         return self.progress >= 1
-
-    def progress_bar(self) -> tqdm:
-        show = None if self.accelerator.is_main_process else True  # None: no bar unless in a terminal
-        return tqdm(total=100, desc="Distillation", bar_format="{l_bar}{bar}| {postfix}", disable=show)
 
     def after_step(self, bar: tqdm, stops: bool) -> Path | None:
         now = time.monotonic()

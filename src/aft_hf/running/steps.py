@@ -19,11 +19,10 @@ class Training(Protocol):
 
     accelerator: Accelerator
     step: int  # optimizer steps that are done
+    bar: dict[str, Any]  # options of the progress bar, which only the main process shows, and only in a terminal
     advice: str = "the same command resumes from it"  # on a checkpoint that is saved when the training is stopped
 
     def is_done(self) -> bool: ...  # whether no step is left, the same in all processes
-
-    def progress_bar(self) -> tqdm: ...  # only the main process shows it, and only in a terminal
 
     def update(self) -> None: ...  # takes one optimizer step, and increases `step`
 
@@ -35,7 +34,8 @@ class Training(Protocol):
 def take_steps(training: Training) -> None:
     """Take the steps of a training until it is done; after SIGTERM or Ctrl-C, save and exit with 128 + its number."""
     accelerator = training.accelerator
-    with StopSignal(accelerator) as stop, training.progress_bar() as bar:
+    hidden = None if accelerator.is_main_process else True  # None: shown in a terminal
+    with StopSignal(accelerator) as stop, tqdm(**training.bar, disable=hidden) as bar:
         while not training.is_done():
             training.update()
             stopped = stop.agreed()

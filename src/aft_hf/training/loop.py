@@ -142,6 +142,7 @@ class Run(Training):
             f"{self.parameters / 1e6:.2f} M parameters; a step is "
             f"{group.groups} x {self.accumulation} x {micro_batch_size} (data-parallel size x micro-batches x samples)"
         )
+        self.bar = {"total": self.total, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.model.train()
         self.since = time.perf_counter()
 
@@ -166,10 +167,6 @@ class Run(Training):
 
     def is_done(self) -> bool:
         return self.step == self.total
-
-    def progress_bar(self) -> tqdm:
-        disable = None if self.accelerator.is_main_process else True
-        return tqdm(total=self.total, initial=self.step, unit="step", dynamic_ncols=True, disable=disable)
 
     def update(self) -> None:
         self.step += 1
