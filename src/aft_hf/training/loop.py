@@ -97,15 +97,13 @@ class Run(Training):
         optimizer = build_optimizer(model, **recipe.optimizer.model_dump(exclude={"name"}))
         if recipe.ema_decay is not None:
             keep_average(optimizer, recipe.ema_decay)
-        schedule, options = recipe.schedule, recipe.schedule.options or None
+        schedule = recipe.schedule
         warmup = schedule.warmup_steps or round((schedule.warmup_epochs or 0) * epoch)
         with explained("schedule: cannot be built"):
-            self.scheduler = get_scheduler(
-                schedule.name, optimizer, warmup, self.total, scheduler_specific_kwargs=options
-            )
+            self.scheduler = get_scheduler(schedule.name, optimizer, warmup, self.total, schedule.options)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.accelerator.register_for_checkpointing(self.scheduler)
-        directory = Path(recipe.output_dir) / "checkpoints"
+        directory = Path(recipe.output_dir, "checkpoints")
         self.checkpoints = Checkpoints(self.accelerator, directory, keep=recipe.keep_checkpoints)
         self.record = Record()
         # (step, loss of this process, learning rate) of the latest steps

@@ -233,8 +233,7 @@ class Recipe(Section, Generic[DataType]):
         if ("architecture" in model) == ("pretrained" in model):
             raise complete_message("give either model.architecture (a model_type) or model.pretrained")
         if "pretrained" in model:
-            source = model["pretrained"]
-            return model | {"pretrained": os.path.expanduser(source) if isinstance(source, str) else source}
+            return model | {"pretrained": os.path.expanduser(str(model["pretrained"]))}
         architecture = model["architecture"]
         if not isinstance(architecture, str) or architecture not in CONFIG_MAPPING:
             near = _suggestion(str(architecture), CONFIG_MAPPING.keys())

@@ -79,6 +79,8 @@ class Task(ABC):
         given = recipe.data.train, recipe.data.validation, recipe.data.dataset
         refuse_inside(recipe.output_dir, *(path for path in given if path != GENERATED))
         self.recipe = recipe
+        source = recipe.model.get("pretrained")
+        self.pretrained: Any = None if source is None else load(AutoConfig, source)
 
     def build_model(self) -> PreTrainedModel:
         """Build the model of the recipe, new or pretrained."""
@@ -90,7 +92,7 @@ class Task(ABC):
                 raise ValueError(f"model.{name}={shown(given)}: by data it is {shown(value)}; leave it out")
         if "pretrained" in fields:
             source = fields.pop("pretrained")
-            values = self._fitting(type(load(AutoConfig, source))) | fields
+            values = self._fitting(type(self.pretrained)) | fields
             # Train in float32 whatever dtype was saved: half precision would lose small updates.
             values["dtype"] = torch.float32
             model, info = load(
@@ -192,11 +194,10 @@ class BytesTask(SequenceTask):
             "eos_token_id": self.processor.eos_token_id,
             "pad_token_id": self.processor.pad_token_id,
         }
-        if "pretrained" in recipe.model:  # embeddings that are large enough keep their size, and so their weights
-            config = load(AutoConfig, recipe.model["pretrained"])
-            for name in ("vocab_size", "max_position_embeddings"):
-                if (getattr(config, name, None) or 0) >= self.config_values[name]:
-                    del self.config_values[name]
+        for name in ("vocab_size", "max_position_embeddings"):
+            # Embeddings of a pretrained model that are large enough keep their size, and so their weights.
+            if (getattr(self.pretrained, name, None) or 0) >= self.config_values[name]:
+                del self.config_values[name]
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
@@ -211,8 +212,7 @@ class BytesTask(SequenceTask):
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """Build the byte tokenizer, with special tokens unless a pretrained model has embeddings of bytes only."""
-        source = self.recipe.model.get("pretrained")
-        is_of_bytes = source is not None and load(AutoConfig, source).vocab_size == NUM_BYTES
+        is_of_bytes = getattr(self.pretrained, "vocab_size", None) == NUM_BYTES
         return build_byte_tokenizer(**(dict.fromkeys(DEFAULT_SPECIAL_TOKENS) if is_of_bytes else {}))
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
@@ -295,10 +295,10 @@ class ImagesTask(Task):
         super().__init__(recipe)
         data, augmentation = recipe.data, recipe.data.augmentation
         splits, of_model = read_rows(recipe), []
-        if source := recipe.model.get("pretrained"):
-            of_model = model_classes(config := load(AutoConfig, source))
-            processor = load(AutoImageProcessor, source) if read_image_processor(source) else None
-            keep_image_format(data, config, {} if processor is None else processor.to_dict())
+        if self.pretrained is not None:
+            of_model, source = model_classes(self.pretrained), recipe.model["pretrained"]
+            processor = load(AutoImageProcessor, source).to_dict() if read_image_processor(source) else {}
+            keep_image_format(data, self.pretrained, processor)
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
         if given := recipe.model.get("id2label"):
