@@ -634,7 +634,7 @@ def test_shards_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
 def test_a_recipe_that_cannot_take_shards_is_an_error(tmp_path, changes, message):
     recipe = build_recipe(recipe_without_dropout(tmp_path, context_parallel=2)).model_copy(update=changes)
     with pytest.raises(ValueError, match=message):
-        ContextParallelGroup.of(recipe, SimpleNamespace(num_processes=2, process_index=0))
+        ContextParallelGroup(recipe, SimpleNamespace(num_processes=2, process_index=0))
 
 
 def test_a_model_that_cannot_take_shards_is_an_error_before_training(tmp_path):

@@ -3,8 +3,6 @@
 The loss and the metrics are those of whole sequences, in every process.
 """
 
-from dataclasses import dataclass
-
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
@@ -15,30 +13,21 @@ from .recipe import Recipe
 from .tasks import Batch, Task
 
 
-@dataclass
 class ContextParallelGroup:
-    """The context-parallel group of this process. Groups of one process mean no context parallelism."""
+    """The context-parallel group of this process: `context_parallel` consecutive ones. A group of one has none.
 
-    size: int  # processes in a group
-    groups: int  # number of groups
-    index: int  # of this group
-    rank: int  # of this process in its group
-    group: distributed.ProcessGroup | None
+    The constructor raises a ValueError if the recipe or the number of processes rules the groups out.
+    """
 
-    @classmethod
-    def of(cls, recipe: Recipe, state: PartialState) -> "ContextParallelGroup":
-        """Form groups of `context_parallel` consecutive processes; raise a ValueError if the recipe rules them out."""
+    def __init__(self, recipe: Recipe, state: PartialState):
         size, processes = recipe.context_parallel, state.num_processes
         if processes % size:
             raise ValueError(f"context_parallel={size} does not divide the {processes} processes: change one of them")
         if size > 1 and (recipe.task == "images" or recipe.compile):
             raise ValueError(f"context_parallel={size} needs compile=False and a task of sequences, not images")
-        index, rank = divmod(state.process_index, size)
-        if size == 1:
-            return cls(1, processes, index, rank, None)
-        # Every process must take part in creating every group.
-        made = [distributed.new_group(range(i, i + size)) for i in range(0, processes, size)]
-        return cls(size, processes // size, index, rank, made[index])
+        self.size, self.groups = size, processes // size
+        self.index, self.rank = divmod(state.process_index, size)  # of this group, and of this process in it
+        self.group = distributed.new_subgroups(size)[0] if size > 1 else None
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise a ValueError if the model does not support context parallelism."""

@@ -80,7 +80,7 @@ class Run(Training):
         self.recipe = recipe
         if recipe.resume is not None:
             self.advice = "leave out resume to continue from it"
-        self.context_group = group = ContextParallelGroup.of(recipe, join_processes())
+        self.context_group = group = ContextParallelGroup(recipe, join_processes())
         micro_batch_size, self.accumulation = recipe.accumulation(group.groups)
         self.task = task = TASKS[recipe.task](recipe)
         epoch = steps_per_epoch(len(task.train), recipe.global_batch_size)
