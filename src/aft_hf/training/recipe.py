@@ -262,11 +262,9 @@ class Recipe(Section, Generic[DataType]):
         return size, self.global_batch_size // (processes * size)
 
     def to_yaml(self) -> str:
-        values = self.model_dump()
-        unset = OF_PRETRAINED - self.data.model_fields_set if self.task == "images" else ()
-        for name in unset:  # which a pretrained model may replace
-            del values["data"][name]
-        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
+        # What is not set, a pretrained model may replace.
+        replaced = OF_PRETRAINED - self.data.model_fields_set if self.task == "images" else set()
+        return yaml.dump(self.model_dump(exclude={"data": replaced}), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 BytesRecipe = Recipe[BytesData]
