@@ -93,7 +93,9 @@ def test_state_dicts_that_are_not_of_a_vit_are_refused_by_the_name_of_a_tensor(t
 
 def test_a_module_beside_the_vit_is_refused(tmp_path):
     torch.save(under("backbone.", timm_tensors()) | {"projector.weight": torch.zeros(4, 24)}, tmp_path / "other.pth")
-    assert "projector.weight is not a tensor of the ViT 'backbone.'" in refusal(tmp_path / "other.pth")
+    assert "projector.weight is not a tensor of the ViT, whose names begin with 'backbone.'" in refusal(
+        tmp_path / "other.pth"
+    )
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_model_that_is_trained_further_keeps_its_image_size_and_sees_the_same_
         TASKS["images"](build_recipe(values))
     assert "has images of 6 x 6 pixels, and is trained with data.image_size=8" in log.out
     values["model"] = {"pretrained": source, "image_size": 6}
-    with pytest.raises(ValueError, match=r"model.image_size=6: by data it is 8; leave it out"):
+    with pytest.raises(ValueError, match=r"model.image_size=6: the data determines 8; leave it out"):
         TASKS["images"](build_recipe(values)).build_model()
 
 
@@ -199,8 +199,11 @@ def test_the_recipe_orders_the_classes_and_names_those_that_are_numbers(tmp_path
     ("model", "message"),
     [
         ({"id2label": {0: "light", 1: "dark", 2: "blue"}}, "the data has the 3 classes"),
-        ({"label2id": {"red": 1}}, "model.label2id=.*: by data it is {'dark': 0, 'light': 1, 'red': 2}; leave it out"),
-        ({"num_labels": 9}, "model.num_labels=9: by data it is 3; leave it out"),
+        (
+            {"label2id": {"red": 1}},
+            "model.label2id=.*: the data determines {'dark': 0, 'light': 1, 'red': 2}; leave it out",
+        ),
+        ({"num_labels": 9}, "model.num_labels=9: the data determines 3; leave it out"),
     ],
     ids=str,
 )
@@ -326,7 +329,7 @@ FILE = {"dataset": None, "text_column": "text"}
         ({"text_column": "gaps"}, "row 1: column 'gaps' holds None"),
         ({"dataset": None}, "no data: give data.train=FILE"),
         (FILE | {"train": "nowhere"}, "data.train=nowhere: no such file"),
-        (FILE | {"train": "{tmp_path}/test"}, r"data.train=.*test: no such file \(a folder cannot be read"),
+        (FILE | {"train": "{tmp_path}/test"}, r"data.train=.*test: is a folder; give a file"),
         ({"dataset": None, "train": __file__}, "data.text_column='content' needs data.dataset"),
         (FILE | {"train": __file__, "dataset_config": "x"}, "data.dataset_config='x' needs data.dataset"),
         ({"dataset": __file__, "dataset_config": "x"}, "is a file, which has no configuration 'x'"),

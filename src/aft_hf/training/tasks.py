@@ -89,7 +89,7 @@ class Task(ABC):
             fields.pop("id2label", None)
         for name, value in self.config_values.items():
             if name in OF_DATA and (given := fields.get(name, value)) not in (value, [value, value]):
-                raise ValueError(f"model.{name}={shown(given)}: by data it is {shown(value)}; leave it out")
+                raise ValueError(f"model.{name}={shown(given)}: the data determines {shown(value)}; leave it out")
         if "pretrained" in fields:
             source = fields.pop("pretrained")
             values = self._fitting(type(self.pretrained)) | fields
@@ -389,7 +389,8 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
         files["train"] = write_text(output_dir)
     for split, file in files.items():
         if not Path(file).is_file():
-            raise ValueError(f"data.{split}={file}: no such file (a folder cannot be read)")
+            reason = "is a folder; give a file" if Path(file).is_dir() else "no such file"
+            raise ValueError(f"data.{split}={file}: {reason}")
     return files
 
 
