@@ -15,7 +15,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from aft_hf import build_byte_tokenizer, limits
 from aft_hf.data.text import tokenize_file
-from aft_hf.errors import UnreadableError
+from aft_hf.errors import InputError
 from aft_hf.limits import limited
 from aft_hf.loading import load
 from aft_hf.training.recipe import build_recipe
@@ -71,9 +71,7 @@ def wrapped(function):
 @pytest.mark.parametrize("case", ENDLESS)
 @pytest.mark.parametrize("again", [True, False])
 def test_a_limit_is_an_error_of_one_line_that_names_the_file(again, case):
-    with pytest.raises(
-        UnreadableError, match=r"^x\.json: reading it needs more than 0\.5 GiB of memory or 1 seconds$"
-    ):
+    with pytest.raises(InputError, match=r"^x\.json: reading it needs more than 0\.5 GiB of memory or 1 seconds$"):
         limited(ENDLESS[case], "x.json", again=again)
 
 
@@ -132,7 +130,7 @@ def planted(saved, directory, file, changes):
 def test_a_small_file_that_expands_without_end_is_refused(saved, tmp_path, case):
     auto_class, file, changes = EXPANDING[case]
     folder = planted(saved, tmp_path / "model", file, changes)
-    with pytest.raises(UnreadableError, match=r"model: reading it needs more than .* GiB of memory or \d seconds$"):
+    with pytest.raises(InputError, match=r"model: reading it needs more than .* GiB of memory or \d seconds$"):
         load(auto_class, folder)
 
 
@@ -149,7 +147,7 @@ def test_a_tokenizer_that_expands_some_texts_only_is_refused_with_them(saved, tm
             ),
         ):
             if ends:
-                with pytest.raises(UnreadableError, match=r"model: reading it needs more than"):
+                with pytest.raises(InputError, match=r"model: reading it needs more than"):
                     read()
             else:
                 assert read()
@@ -170,7 +168,7 @@ def test_classes_that_are_no_tokenizer_are_refused_as_tokenizer_class(saved, tmp
     folder = planted(saved, tmp_path / "model", file, CLASSES[case])
     if file == "config.json":
         (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UnreadableError, match=r"\(tokenizer_class='.*': must be a tokenizer"):
+    with pytest.raises(InputError, match=r"\(tokenizer_class='.*': must be a tokenizer"):
         load(AutoTokenizer, folder)
 
 
@@ -179,7 +177,7 @@ def test_a_tokenizer_that_loads_others_from_a_folder_inside_is_refused(saved, tm
     parts = {"encoder": {"model_type": "rag"}, "decoder": {"model_type": "gpt2"}}
     folder = planted(saved, tmp_path / "model", "config.json", {"model_type": model_type, **parts})
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UnreadableError, match=r"tokenizer_class='RagTokenizer': must be a tokenizer"):
+    with pytest.raises(InputError, match=r"tokenizer_class='RagTokenizer': must be a tokenizer"):
         load(AutoTokenizer, folder)
 
 
@@ -190,9 +188,7 @@ def test_an_image_processor_is_that_of_an_image_classifier(saved, tmp_path, key,
     folder = planted(saved, tmp_path / "model", "preprocessor_config.json", own)
     if key == "config":
         changed(image_processor_type=kind)(folder / "config.json")
-    with pytest.raises(
-        UnreadableError, match=rf"\(image_processor_type='{kind}': must be that of an image classifier"
-    ):
+    with pytest.raises(InputError, match=rf"\(image_processor_type='{kind}': must be that of an image classifier"):
         load(AutoImageProcessor, folder)
 
 
@@ -208,5 +204,5 @@ def test_a_recipe_that_describes_a_billion_layers_is_refused(tmp_path):
     model = {"architecture": "bart", "decoder_layers": 10**9, "d_model": 16, "decoder_attention_heads": 2}
     values = {"task": "bytes", "model": model, "data": {"train": str(tmp_path / "text.txt"), "seq_len": 4}}
     values |= {"optimizer": {"learning_rate": 0.1}, "steps": 1, "global_batch_size": 1, "output_dir": str(tmp_path)}
-    with pytest.raises(UnreadableError, match=r"^model: reading it needs more than"):
+    with pytest.raises(InputError, match=r"^model: reading it needs more than"):
         BytesTask(build_recipe(values)).build_model()

@@ -12,8 +12,8 @@ from tiny_models import image_model, language_model, vit_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, GPT2Config, GPT2LMHeadModel
 
 from aft_hf import loading
-from aft_hf.loading import UnreadableError, load, load_trained
-from aft_hf.publishing import PublishError
+from aft_hf.errors import InputError
+from aft_hf.loading import load, load_trained
 from aft_hf.publishing.checks import check_model
 
 
@@ -64,10 +64,10 @@ TOO_LARGE = [
 @pytest.mark.parametrize(("name", "fields"), TOO_LARGE, ids=[f"{name} {fields}" for name, fields in TOO_LARGE])
 def test_a_config_of_a_much_larger_model_than_its_weights_is_refused_while_it_is_built(saved, tmp_path, name, fields):
     directory = copied(saved / name, tmp_path, fields)
-    with pytest.raises(UnreadableError, match=r"config\.json: describes a model of over .* have only .* bytes"):
+    with pytest.raises(InputError, match=r"config\.json: describes a model of over .* have only .* bytes"):
         load_trained(MODELS[name][0], str(directory))
     if name.startswith("aft"):
-        with pytest.raises(PublishError, match="describes a model of over"):
+        with pytest.raises(InputError, match="describes a model of over"):
             check_model(directory, type(MODELS[name][1]))
 
 
@@ -85,13 +85,13 @@ def test_a_model_of_the_size_of_its_weights_is_loaded_and_a_hundred_times_that_i
         with monkeypatch.context() as patch:
             patch.setattr(loading, free, 10**12)  # only the other bound counts
             directory = copied(saved / name, tmp_path, fields)
-            with pytest.raises(UnreadableError, match="describes a model of over"):
+            with pytest.raises(InputError, match="describes a model of over"):
                 load(MODELS[name][0], str(directory))
 
 
 def test_a_large_model_is_built_if_the_weights_beside_it_are_large(saved, tmp_path):
     copied(saved / "gpt2", tmp_path, {"n_layer": 200})
-    with pytest.raises(UnreadableError, match="describes a model of over"):
+    with pytest.raises(InputError, match="describes a model of over"):
         load(AutoModelForCausalLM, tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").touch()
     os.truncate(tmp_path / "model-00002-of-00002.safetensors", 30 * 10**9)
@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(saved, tmp_path, name, 
     damaged = first_weight(directory)
     rewritten(directory, lambda key, x: x.index_fill(0, torch.tensor(0), value) if key == damaged else x, pickled)
     for loader in (load, load_trained):
-        with pytest.raises(UnreadableError, match=r"weight holds NaN or infinity \(\d+ of \d+ values\)"):
+        with pytest.raises(InputError, match=r"weight holds NaN or infinity \(\d+ of \d+ values\)"):
             loader(MODELS[name][0], directory)
 
 
@@ -142,7 +142,7 @@ def test_weights_that_are_integers_in_the_file_are_refused_by_name(saved, tmp_pa
     for part in (first_weight(saved / name), ""):  # one weight, and all of them
         directory = copied(saved / name, tmp_path / part, {})
         rewritten(directory, partial(lambda part, key, x: x.to(dtype) if part in key else x, part), pickled)
-        with pytest.raises(UnreadableError, match=r"has the dtype torch\..*; give floating-point weights"):
+        with pytest.raises(InputError, match=r"has the dtype torch\..*; give floating-point weights"):
             load(MODELS[name][0], directory)
 
 
@@ -150,7 +150,7 @@ def test_parameters_of_other_names_are_weights_and_buffers_may_be_integers(saved
     directory = copied(saved / "aft", tmp_path / "aft", {})
     rewritten(directory, lambda key, x: x.long() if key.endswith("position_bias_query") else x)
     for kind in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(UnreadableError, match=r"position_bias_query has the dtype torch\.int64; give"):
+        with pytest.raises(InputError, match=r"position_bias_query has the dtype torch\.int64; give"):
             load(kind, directory)
     directory = copied(saved / "gpt2", tmp_path / "gpt2", {})
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 9, 9, dtype=torch.uint8) for i in range(2)}

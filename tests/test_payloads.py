@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from aft_hf import AFTConfig, AFTForCausalLM
 from aft_hf.cli import app
-from aft_hf.errors import UnreadableError
+from aft_hf.errors import InputError
 from aft_hf.loading import load
 from aft_hf.publishing import publish
 from tests.runs import Payload, saved_payload
@@ -243,7 +243,7 @@ CODE = {
 def test_a_config_that_makes_a_library_run_code_is_refused_by_the_key(planted, case, auto_class):
     folder = planted("text")
     changed(**CODE[case])(folder / "config.json")
-    with pytest.raises(UnreadableError, match=r"config\.json: .* can load code or files") as refused:
+    with pytest.raises(InputError, match=r"config\.json: .* can load code or files") as refused:
         load(auto_class, folder)
     assert str(refused.value).count("\n") == 0
 
@@ -251,7 +251,7 @@ def test_a_config_that_makes_a_library_run_code_is_refused_by_the_key(planted, c
 def test_an_adapter_does_not_choose_another_model(planted):
     folder = planted("text")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "someone/else"}')
-    with pytest.raises(UnreadableError, match=r"adapter_config\.json: merge the adapter into its model"):
+    with pytest.raises(InputError, match=r"adapter_config\.json: merge the adapter into its model"):
         load(AutoModelForCausalLM, folder)
 
 

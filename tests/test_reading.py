@@ -12,7 +12,7 @@ from pydantic import Field
 from torch.utils.data import DataLoader
 
 from aft_hf.console import TRACEBACK, reported
-from aft_hf.errors import LONGEST_MESSAGE, UnreadableError, explained
+from aft_hf.errors import LONGEST_MESSAGE, InputError, explained
 from aft_hf.reading import (
     LARGEST_JSON,
     Document,
@@ -54,7 +54,7 @@ def test_invalid_documents_are_refused_in_one_line_with_the_file_and_the_key(tmp
     content, said = UNREADABLE[case]
     path = tmp_path / "example.json"
     path.write_bytes(content)
-    with pytest.raises(UnreadableError) as caught:
+    with pytest.raises(InputError) as caught:
         read_json(path, Example)
     message = str(caught.value)
     assert message.startswith(f"{path}: ") and said in message
@@ -72,15 +72,15 @@ def test_a_document_has_its_keys_and_keeps_the_others(tmp_path):
 
 def test_a_pipe_a_directory_a_missing_and_an_endless_file_are_no_documents(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(UnreadableError, match=r"pipe\.json: is not a regular file"):
+    with pytest.raises(InputError, match=r"pipe\.json: is not a regular file"):
         read_json(tmp_path / "pipe.json", Example)
-    with pytest.raises(UnreadableError, match="is not a regular file"):
+    with pytest.raises(InputError, match="is not a regular file"):
         read_json(tmp_path, Example)
-    with pytest.raises(UnreadableError, match=r"no\.json: no such file"):
+    with pytest.raises(InputError, match=r"no\.json: no such file"):
         read_json(tmp_path / "no.json", Example)
     with (tmp_path / "endless.json").open("wb") as file:
         file.truncate(2**40)  # a sparse file, which takes no disk space
-    with pytest.raises(UnreadableError, match=f"larger than {LARGEST_JSON >> 20} MiB"):
+    with pytest.raises(InputError, match=f"larger than {LARGEST_JSON >> 20} MiB"):
         read_json(tmp_path / "endless.json", Example)
 
 
@@ -91,7 +91,7 @@ def test_a_pipe_a_directory_a_missing_and_an_endless_file_are_no_documents(tmp_p
 def test_a_size_that_no_model_has_is_refused_by_name(name, largest):
     assert getattr(parse_json(f'{{"{name}": {largest}}}', ModelConfig, "config.json"), name) == largest
     for value in (largest + 1, 10**9, -(10**9)):
-        with pytest.raises(UnreadableError, match=f"config.json: {name}={value}: must be at most {largest}"):
+        with pytest.raises(InputError, match=f"config.json: {name}={value}: must be at most {largest}"):
             parse_json(f'{{"{name}": {value}}}', ModelConfig, "config.json")
 
 
@@ -101,7 +101,7 @@ SIZES = [10**9, 4097.0, {"height": 10**5, "width": 10**5}, {"shortest_edge": 10*
 @pytest.mark.parametrize("size", SIZES, ids=repr)
 @pytest.mark.parametrize("key", ["size", "crop_size", "pad_size"])
 def test_a_size_of_images_is_limited_in_any_form(key, size):
-    with pytest.raises(UnreadableError, match=rf"^x\.json: {key}=.*: must be at most 4096$"):
+    with pytest.raises(InputError, match=rf"^x\.json: {key}=.*: must be at most 4096$"):
         parse_json(json.dumps({key: size}), ImageProcessorConfig, "x.json")
     assert parse_json(json.dumps({key: {"height": 4096, "shortest_edge": None}}), ImageProcessorConfig, "x.json")
 
@@ -123,7 +123,7 @@ HEADERS = {
 def test_a_header_that_is_no_mapping_in_yaml_without_aliases_is_one_line(case):
     for start, end in (("", "\n"), ("\ufeff", "\r\n"), (" \n", "\r\n")) if "aliases" in case else (("", "\n"),):
         text = f"{start}---\n{HEADERS[case]}\n---\n# Title\n".replace("\n", end)
-        with pytest.raises(UnreadableError, match=r"^README\.md: ") as caught:
+        with pytest.raises(InputError, match=r"^README\.md: ") as caught:
             parse_header(text, "README.md")
         assert str(caught.value).isprintable()
         assert ("aliases (*) are not supported" in str(caught.value)) == ("aliases" in case)
@@ -133,13 +133,13 @@ def test_a_header_is_read_as_by_all_libraries_or_not_at_all():
     assert parse_header("---\na: 1\n---\n# Title", "README.md") == {"a": 1}
     assert parse_header("# Title", "README.md") == parse_header("---\n\n---\n", "README.md") == {}
     for text in (f"---\r{BOMB}\r---\r# Title", f"---\na: 1\r---\r{BOMB}\n---\n"):
-        with pytest.raises(UnreadableError, match="line breaks of several kinds"):
+        with pytest.raises(InputError, match="line breaks of several kinds"):
             parse_header(text, "README.md")
 
 
 @pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "", r"..\x"])
 def test_an_index_cannot_name_files_elsewhere(name):
-    with pytest.raises(UnreadableError, match="must name a file beside this one"):
+    with pytest.raises(InputError, match="must name a file beside this one"):
         parse_json(WeightsIndex.model_construct(weight_map={"a": name}).model_dump_json(), WeightsIndex, "index")
     assert parse_json('{"weight_map": {"a": "x-1.safetensors"}}', WeightsIndex, "index").weight_map
 
@@ -157,14 +157,14 @@ def test_an_index_cannot_name_files_elsewhere(name):
 )
 def test_any_exception_of_a_library_becomes_a_one_line_error(problem):
     with (
-        pytest.raises(UnreadableError, match=r"^model: no readable config.json \(") as caught,
+        pytest.raises(InputError, match=r"^model: no readable config.json \(") as caught,
         explained("model: no readable config.json"),
     ):
         raise problem
     assert str(caught.value).isprintable() and caught.value.__cause__ is problem
 
 
-@pytest.mark.parametrize("passes", [KeyboardInterrupt, SystemExit, MemoryError, ModuleNotFoundError, UnreadableError])
+@pytest.mark.parametrize("passes", [KeyboardInterrupt, SystemExit, MemoryError, ModuleNotFoundError, InputError])
 def test_interrupts_lack_of_memory_and_missing_packages_pass_unchanged(passes):
     contexts = [explained("model")]
     if issubclass(passes, (KeyboardInterrupt, SystemExit)):

@@ -19,7 +19,7 @@ import aft_hf
 from aft_hf import loading as safely
 from aft_hf.data.classes import chooses_a_class
 from aft_hf.data.samples import START_TOKEN
-from aft_hf.errors import UnreadableError, described, explained
+from aft_hf.errors import InputError, described, explained
 from aft_hf.reading import parse_header, read_text
 
 
@@ -104,7 +104,7 @@ def describe(source: str, model: PreTrainedModel) -> str:
             text = "" if path is None else read_text(path)
             parse_header(text, "README.md")
             card = ModelCard(text)
-    except UnreadableError:
+    except InputError:
         card = None
     said = ""
     if card is not None:

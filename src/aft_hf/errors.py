@@ -19,12 +19,14 @@ TYPE = re.compile(r"str|int|float|bool|none|[A-Z]\w+|(list|dict)\[.*\]")  # of a
 ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-class UnreadableError(ValueError):
-    """A file or response is invalid. The message is one line: its name, the invalid value and what is allowed."""
+class InputError(ValueError):
+    """What a user gave is invalid: a file, a response or an option. The message is one line: its name, the invalid
+    value and what is allowed.
+    """
 
 
 @contextmanager
-def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Context manager that converts any exception of a library that reads an untrusted file to a one-line error.
 
     Put it around a single call of the library: `with explained(f"{name}: no readable config.json"): ...`. Libraries
@@ -34,10 +36,10 @@ def explained(what: str, error: type[ValueError] = UnreadableError) -> Iterator[
     """
     try:
         yield
-    except (*ENDS, UnreadableError, error, MemoryError, ModuleNotFoundError):
+    except (*ENDS, InputError, MemoryError, ModuleNotFoundError):
         raise
     except BaseException as problem:
-        raise error(f"{what} ({described(problem)})") from problem
+        raise InputError(f"{what} ({described(problem)})") from problem
 
 
 def is_out_of_memory(error: BaseException) -> bool:

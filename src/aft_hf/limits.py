@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import UnreadableError, is_out_of_memory
+from .errors import InputError, is_out_of_memory
 
 
 MEMORY, SECONDS = 2**32, 20  # bytes that a process may allocate, and seconds that it may compute
@@ -19,9 +19,7 @@ BYTES_PER_BYTE, BYTES_PER_SECOND = 2**10, 2**14  # more memory and time for text
 LONGEST_WAIT = 20  # times the seconds, for other load on the machine
 
 
-def limited(
-    read: Callable[[], Any], what: str, size: int = 0, error: type[ValueError] = UnreadableError, again: bool = True
-) -> Any:
+def limited(read: Callable[[], Any], what: str, size: int = 0, again: bool = True) -> Any:
     """Return the result of a function that runs in a forked process, with limits of memory and time.
 
     A tokenizer of a kilobyte can double each text forty times, and a config of one line describes a billion layers.
@@ -32,7 +30,6 @@ def limited(
         read: a function whose result can be pickled.
         what: what is read, for the message of the error that is raised at a limit.
         size: length in bytes of the text that the function reads.
-        error: class of the error.
         again: whether a function that raises an exception is called again in this process, so that the exception has
             its traceback. Otherwise only the limits are checked, and the result is None.
     """
@@ -52,7 +49,7 @@ def limited(
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     if outcome is None:
-        raise error(f"{what}: reading it needs more than {memory / 2**30:.2g} GiB of memory or {seconds} seconds")
+        raise InputError(f"{what}: reading it needs more than {memory / 2**30:.2g} GiB of memory or {seconds} seconds")
     is_done, result = outcome
     return result if is_done or not again else read()
 

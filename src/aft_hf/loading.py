@@ -40,7 +40,7 @@ from transformers.utils import (
 from transformers.utils.import_utils import DummyObject
 
 from .atomic_files import sha256
-from .errors import UnreadableError, explained, shortened
+from .errors import InputError, explained, shortened
 from .limits import limited
 from .reading import (
     ImageProcessorConfig,
@@ -80,47 +80,43 @@ NOWHERE = (
 )
 
 
-def find_file(
-    source: str, filename: str, error: type[ValueError] = UnreadableError, *, optional: bool = False, **hub: Any
-) -> Path | None:
+def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any) -> Path | None:
     """Return the path of a file in a directory or in a repository on the Hub, or None if there is no such file.
 
     It is downloaded if needed, with options of `transformers.utils.cached_file`, such as `revision`. If it is not a
-    regular file, `error` is raised, also if it cannot be downloaded, unless it is `optional`.
+    regular file, an InputError is raised, also if it cannot be downloaded, unless it is `optional`.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():
-        raise error(f"{local}: is not a regular file")
+        raise InputError(f"{local}: is not a regular file")
     unknown = filename == CONFIG_NAME and not Path(source).exists()
-    with explained(f"{source}: {NOWHERE if unknown else f'{filename} cannot be read'}", error):
+    with explained(f"{source}: {NOWHERE if unknown else f'{filename} cannot be read'}"):
         hub["_raise_exceptions_for_connection_errors"] = not optional
         path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **hub)
     return None if path is None else Path(path)
 
 
-def weight_files(source: str, error: type[ValueError] = UnreadableError) -> list[Path]:
+def weight_files(source: str) -> list[Path]:
     """Return the weight files that transformers reads from a directory or a repository on the Hub."""
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if path := find_file(source, name, error):
+        if path := find_file(source, name):
             if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
                 return [path]
-            shards = sorted(set(read_json(path, WeightsIndex, error).weight_map.values()))
-            paths = {shard: find_file(source, shard, error) for shard in shards}
+            shards = sorted(set(read_json(path, WeightsIndex).weight_map.values()))
+            paths = {shard: find_file(source, shard) for shard in shards}
             if missing := [shard for shard, path in paths.items() if path is None]:
-                raise error(f"{source}: {missing[0]} is missing, although the weight index lists it")
+                raise InputError(f"{source}: {missing[0]} is missing, although the weight index lists it")
             return [path for path in paths.values() if path is not None]
     return []
 
 
-def weights_digest(directory: str | os.PathLike[str], error: type[ValueError] = UnreadableError) -> str | None:
+def weights_digest(directory: str | os.PathLike[str]) -> str | None:
     """Return one SHA-256 over the weight files that transformers loads from a directory, or None if there are none."""
-    digests = [sha256(path) for path in weight_files(str(directory), error)]
+    digests = [sha256(path) for path in weight_files(str(directory))]
     return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
 
 
-def read_config(
-    source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, *, trusted: bool = False, **hub: Any
-) -> ModelConfig:
+def read_config(source: str | os.PathLike[str], *, trusted: bool = False, **hub: Any) -> ModelConfig:
     """Read the config.json of a saved model of any type, and refuse it if a value is impossible for any model.
 
     The arguments are those of `find_file`, and `trusted`: whether code that the config names may be executed.
@@ -128,21 +124,21 @@ def read_config(
     name = str(source)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(WEIGHT_SUFFIXES)
     if looks_local and not Path(name).exists():
-        raise error(f"{name}: no such directory or file")
+        raise InputError(f"{name}: no such directory or file")
     if Path(name).is_file():
-        raise error(f"{name}: is a file; give the directory that contains {CONFIG_NAME} and the weights")
-    path = find_file(name, CONFIG_NAME, error, **hub)
+        raise InputError(f"{name}: is a file; give the directory that contains {CONFIG_NAME} and the weights")
+    path = find_file(name, CONFIG_NAME, **hub)
     if path is None and Path(name).is_dir():
         saved = [path.parent for path in Path(name).glob(f"checkpoint-*/{CONFIG_NAME}")]  # in the output of a Trainer
         saved.sort(key=lambda path: (len(path.name), path.name), reverse=True)  # by the number of steps
         instead = f"; give one of its checkpoints: {shortened(', '.join(map(str, saved)))}" if saved else ""
-        raise error(f"{name}: the directory contains no {CONFIG_NAME}{instead}")
+        raise InputError(f"{name}: the directory contains no {CONFIG_NAME}{instead}")
     if path is None:
-        raise error(f"{name}: {NOWHERE}")
-    config = read_json(path, ModelConfig, error)
+        raise InputError(f"{name}: {NOWHERE}")
+    config = read_json(path, ModelConfig)
     entries = () if trusted else _entries(config.model_dump(exclude={"auto_map"}))
     if places := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
-        raise error(
+        raise InputError(
             f"{path}: {places[0]} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
             "unquantized model of a class of transformers"
         )
@@ -157,20 +153,18 @@ def _entries(values: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from _entries(value, f"{prefix}{key}.")
 
 
-def read_image_processor(
-    source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any
-) -> dict[str, Any] | None:
+def read_image_processor(source: str | os.PathLike[str], **hub: Any) -> dict[str, Any] | None:
     """Check the image processor of a saved model, and return its values, or None if there is none.
 
     As in transformers, an entry `image_processor` of processor_config.json replaces preprocessor_config.json.
     The arguments are those of `find_file`.
     """
-    if path := find_file(str(source), PROCESSOR_NAME, error, optional=True, **hub):
-        entry = read_json(path, ProcessorConfig, error).image_processor
+    if path := find_file(str(source), PROCESSOR_NAME, optional=True, **hub):
+        entry = read_json(path, ProcessorConfig).image_processor
         if entry is not None:
             return entry.model_dump(exclude_unset=True)
-    path = find_file(str(source), IMAGE_PROCESSOR_NAME, error, **hub)
-    return None if path is None else read_json(path, ImageProcessorConfig, error).model_dump(exclude_unset=True)
+    path = find_file(str(source), IMAGE_PROCESSOR_NAME, **hub)
+    return None if path is None else read_json(path, ImageProcessorConfig).model_dump(exclude_unset=True)
 
 
 # A card with this line is regenerated whenever the model is published.
@@ -198,9 +192,7 @@ def license_terms(values: Mapping[str, Any]) -> dict[str, str]:
     return terms if "license" in terms else {}
 
 
-def load(
-    auto_class: Any, source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **options: Any
-) -> Any:
+def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
     """Load a config, model, tokenizer or processor by `auto_class.from_pretrained(source, **options)`.
 
     Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
@@ -214,71 +206,73 @@ def load(
     # A tokenizer may be saved without a model.
     is_alone = (place / TOKENIZER_CONFIG_FILE).exists() and not (place / CONFIG_NAME).exists()
     if auto_class is not AutoTokenizer or not is_alone:
-        config = read_config(source, error, trusted=trusted, **hub)
-        path = find_file(str(source), CONFIG_NAME, error, **hub)
+        config = read_config(source, trusted=trusted, **hub)
+        path = find_file(str(source), CONFIG_NAME, **hub)
         assert path is not None  # `read_config` requires it
         place = path.parent
         wanted = getattr(auto_class, "model_type", None)  # of a class of configs
         if wanted and config.model_type not in (None, wanted):
-            raise error(
+            raise InputError(
                 f"{source}: its config has model_type={config.model_type!r}, not {wanted!r}; give another model"
             )
-    with explained(f"{source}: cannot be loaded by {auto_class.__name__}", error):
+    with explained(f"{source}: cannot be loaded by {auto_class.__name__}"):
         if auto_class is AutoImageProcessor:
-            values = read_image_processor(source, error, **hub)
+            values = read_image_processor(source, **hub)
             if not (trusted and "AutoImageProcessor" in str([values, config.auto_map])):
                 kind = _image_processor_type(values or {}, config)
                 if values is not None:
                     build = partial(_build_image_processor, values | {"image_processor_type": kind})
         elif auto_class is AutoTokenizer:
-            path = find_file(str(source), TOKENIZER_CONFIG_FILE, error, optional=True, **hub)
-            values = {} if path is None else read_json(path, TokenizerConfig, error).model_dump()
+            path = find_file(str(source), TOKENIZER_CONFIG_FILE, optional=True, **hub)
+            values = {} if path is None else read_json(path, TokenizerConfig).model_dump()
             if not trusted:
                 _check_tokenizer_class([values, config.model_dump()])
         elif not trusted:
-            refuse_adapter(source, error, **hub)
+            refuse_adapter(source, **hub)
             if "config" not in options:
                 options = OWN_KERNELS | {"_attn_implementation": options.pop("attn_implementation", None)} | options
-        with no_larger_than_weights(place, error):
-            limited(lambda: _try(auto_class, source, build, options), str(source), error=error, again=False)
+        with no_larger_than_weights(place):
+            limited(lambda: _try(auto_class, source, build, options), str(source), again=False)
             loaded = build(**options)
             _use(loaded, IMAGES[:1])
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             if isinstance(model, nn.Module):
-                _check_weights(source, model, place, error)
+                _check_weights(source, model, place)
     return loaded
 
 
-def refuse_adapter(source: str | os.PathLike[str], error: type[ValueError] = UnreadableError, **hub: Any) -> None:
+def refuse_adapter(source: str | os.PathLike[str], **hub: Any) -> None:
     """Raise an error if a saved model has an adapter, which names another model; arguments are as for `find_file`."""
-    if find_file(str(source), ADAPTER_CONFIG_NAME, error, optional=True, **hub):
-        raise error(f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result")
+    if find_file(str(source), ADAPTER_CONFIG_NAME, optional=True, **hub):
+        raise InputError(
+            f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
+        )
 
 
-def check_finite(name: Any, tensors: Iterable[tuple[str, torch.Tensor]], error: type[ValueError]) -> None:
+def check_finite(name: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are not finite, with which a model outputs only NaN."""
     for tensor_name, tensor in tensors:
         if tensor.dtype in FLOAT_DTYPES and (wrong := int((~tensor.isfinite()).sum())):
-            raise error(
+            raise InputError(
                 f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
                 "damaged, or its training diverged; give an earlier checkpoint"
             )
 
 
-def _check_weights(source: Any, model: Any, directory: Path, error: type[ValueError]) -> None:
+def _check_weights(source: Any, model: Any, directory: Path) -> None:
     """Refuse a model whose weights are not finite, or are integers in its files, which transformers would cast."""
     weights = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    check_finite(source, weights.items(), error)
+    check_finite(source, weights.items())
     if getattr(model.config, "quantization_config", None) is not None:
         return
     prefix = f"{model.base_model_prefix}."
     floats = {name.removeprefix(prefix) for name, tensor in weights.items() if tensor.is_floating_point()}
-    for path in weight_files(str(directory), error):
+    for path in weight_files(str(directory)):
         for name, tensor in load_state_dict(path, "meta").items():
             # Buffers may be integers. Names of modules differ in files of earlier versions.
             is_weight = name.endswith(".weight") or name.removeprefix(prefix) in floats
             if is_weight and not tensor.is_floating_point():
-                raise error(f"{source}: {name} has the dtype {tensor.dtype}; give floating-point weights")
+                raise InputError(f"{source}: {name} has the dtype {tensor.dtype}; give floating-point weights")
 
 
 def _image_processor_type(values: dict[str, Any], config: ModelConfig) -> str:
@@ -336,7 +330,7 @@ def _use(loaded: Any, sizes: Sequence[tuple[int, int]]) -> None:
 
 
 @contextmanager
-def no_larger_than_weights(directory: Path, error: type[ValueError] = UnreadableError) -> Iterator[None]:
+def no_larger_than_weights(directory: Path) -> Iterator[None]:
     """Context manager that stops `from_pretrained` if the config describes a much larger model than the weights.
 
     Weights that are missing would be initialized, which takes time and memory. The fields that determine the size
@@ -354,7 +348,7 @@ def no_larger_than_weights(directory: Path, error: type[ValueError] = Unreadable
         size = size or sum(path.stat().st_size for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES))
         # In files, a tensor takes about 256 bytes with its name and shape, and an element at least 2 bits.
         if tensors > FREE_TENSORS + size // 256 or elements > FREE_ELEMENTS + 4 * size:
-            raise error(
+            raise InputError(
                 f"{directory / CONFIG_NAME}: describes a model of over {elements:,} elements in {tensors:,} tensors, "
                 f"but the weights beside it have only {size:,} bytes; use the config of these weights"
             )
@@ -375,10 +369,10 @@ def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UnreadableError(
+        raise InputError(
             f"{source}: weights are missing for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
             "describes: use a checkpoint that contains them, or train the model first"
         )
     if others := sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)):
-        raise UnreadableError(f"{source}: {CONFIG_NAME} does not describe the layer of the weight {others[0]}")
+        raise InputError(f"{source}: {CONFIG_NAME} does not describe the layer of the weight {others[0]}")
     return model

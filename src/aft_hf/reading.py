@@ -1,7 +1,4 @@
-"""Reading untrusted files of any content: each becomes a value of a declared type, or an error of one line.
-
-The class of the error is `UnreadableError`, unless a function is given another one.
-"""
+"""Reading untrusted files of any content: each becomes a value of a declared type, or an `InputError`."""
 
 from io import StringIO
 from pathlib import Path, PurePosixPath
@@ -11,7 +8,7 @@ import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .errors import UnreadableError, described, explain
+from .errors import InputError, described, explain
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
@@ -112,42 +109,40 @@ class WeightsIndex(Document):
     weight_map: Annotated[dict[str, FileName], Field(min_length=1)]
 
 
-def parse_json(
-    content: str | bytes, kind: type[Content], source: str, error: type[ValueError] = UnreadableError
-) -> Content:
+def parse_json(content: str | bytes, kind: type[Content], source: str) -> Content:
     """Parse a JSON text, of at most 200 levels and integers of at most 4300 digits, as a value of type `kind`.
 
-    `kind` is a `Document`, or any type that pydantic supports. An error of class `error` names the `source`.
+    `kind` is a `Document`, or any type that pydantic supports. The error names the `source`.
     """
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as problems:
-        raise error(f"{source}: {explain(problems)}") from problems
+        raise InputError(f"{source}: {explain(problems)}") from problems
 
 
-def read_json(path: Path, kind: type[Content], error: type[ValueError] = UnreadableError) -> Content:
+def read_json(path: Path, kind: type[Content]) -> Content:
     """Read a regular file of up to `LARGEST_JSON` bytes as a value of type `kind`; see `parse_json`."""
-    return parse_json(_content(path, error), kind, str(path), error)
+    return parse_json(_content(path), kind, str(path))
 
 
-def read_text(path: Path, error: type[ValueError] = UnreadableError) -> str:
+def read_text(path: Path) -> str:
     """Read a text file in UTF-8, with the checks of `read_json`."""
     try:
-        return _content(path, error).decode()
+        return _content(path).decode()
     except UnicodeDecodeError as problem:
-        raise error(f"{path}: is not UTF-8 text") from problem
+        raise InputError(f"{path}: is not UTF-8 text") from problem
 
 
-def _content(path: Path, error: type[ValueError]) -> bytes:
+def _content(path: Path) -> bytes:
     try:
         if not path.is_file():  # opening a pipe waits for a writer, and reading it may never end
-            raise error(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
+            raise InputError(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
         with path.open("rb") as file:
             content = file.read(LARGEST_JSON + 1)
     except OSError as problem:
-        raise error(f"{path}: cannot be read ({problem.strerror})") from problem
+        raise InputError(f"{path}: cannot be read ({problem.strerror})") from problem
     if len(content) > LARGEST_JSON:
-        raise error(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
+        raise InputError(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content
 
 
@@ -163,11 +158,11 @@ class PlainLoader(yaml.SafeLoader):
 def parse_yaml(text: str, source: str, loader: type[PlainLoader] = PlainLoader) -> Any:
     """Return the value of a YAML text of up to `LARGEST_YAML` characters."""
     if len(text) > LARGEST_YAML:
-        raise UnreadableError(f"{source}: is larger than {LARGEST_YAML >> 20} MiB, the limit for YAML")
+        raise InputError(f"{source}: is larger than {LARGEST_YAML >> 20} MiB, the limit for YAML")
     try:
         return yaml.load(text, loader)  # nosec B506  # a SafeLoader
     except Exception as problem:  # YAML's constructors pass on Python's errors for invalid dates and numbers
-        raise UnreadableError(f"{source}: not YAML that can be read: {described(problem)}") from None
+        raise InputError(f"{source}: not YAML that can be read: {described(problem)}") from None
 
 
 def parse_header(text: str, source: str) -> dict[str, Any]:
@@ -176,8 +171,8 @@ def parse_header(text: str, source: str) -> dict[str, Any]:
     matches = (REGEX_YAML_BLOCK.search(each) for each in (text, StringIO(text, newline=None).read()))
     raw, header = (StringIO(match[2] if match else "", newline=None).read() for match in matches)
     if raw != header:  # libraries read one or the other
-        raise UnreadableError(f"{source}: its header has line breaks of several kinds; save it with line feeds")
+        raise InputError(f"{source}: its header has line breaks of several kinds; save it with line feeds")
     values = parse_yaml(header, source)
     if not isinstance(values, dict | None):
-        raise UnreadableError(f"{source}: its header must be a mapping of keys to values")
+        raise InputError(f"{source}: its header must be a mapping of keys to values")
     return values or {}

@@ -14,7 +14,8 @@ from saved_models import changed, edited
 from transformers import ViTForImageClassification
 
 from aft_hf import convert_deit
-from aft_hf.conversion import ConversionError, save_converted, verify_conversion
+from aft_hf.conversion import save_converted, verify_conversion
+from aft_hf.errors import InputError
 from tests.runs import Payload
 
 
@@ -180,7 +181,7 @@ def test_values_that_are_not_finite_are_refused_in_every_dtype(tmp_path, dtype):
 
 def test_source_options_that_contradict_the_config_are_refused(vit, tmp_path):
     assert_refused(vit, tmp_path, "leave out source_image_size", source_image_size=48)
-    with pytest.raises(ConversionError, match="leave out source_image_size"):
+    with pytest.raises(InputError, match="leave out source_image_size"):
         convert_deit(ViTForImageClassification.from_pretrained(vit), source_num_heads=1)
 
 
@@ -212,9 +213,9 @@ def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_outpu
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").write_text("mine")
     for target in ("vit", "."):
-        with pytest.raises(ConversionError, match="is not empty"):
+        with pytest.raises(InputError, match="is not empty"):
             save_converted(vit, tmp_path / target, **OPTIONS)
-    with pytest.raises(ConversionError, match=r"cannot write to .*/file/aft"):
+    with pytest.raises(InputError, match=r"cannot write to .*/file/aft"):
         save_converted(vit, tmp_path / "file" / "aft", **OPTIONS)
     assert sorted(path.name for path in vit.iterdir()) == before
     save_converted(vit, ".", **OPTIONS)

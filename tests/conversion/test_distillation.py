@@ -15,17 +15,10 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification, convert_deit
-from aft_hf.conversion import (
-    REPORT_NAME,
-    ConversionError,
-    ConversionReport,
-    read_source,
-    save_converted,
-    saving,
-    verify_conversion,
-)
+from aft_hf.conversion import REPORT_NAME, ConversionReport, read_source, save_converted, saving, verify_conversion
 from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import distill, rate, student_losses
+from aft_hf.errors import InputError
 from aft_hf.publishing import write_card
 from aft_hf.running.ownership import RUN, join_processes, owned
 from aft_hf.running.steps import StopSignal
@@ -356,7 +349,7 @@ def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(failing, full)
-        with pytest.raises(ConversionError, match=rf"; run again to resume from {tmp_path / CHECKPOINTS}$"):
+        with pytest.raises(InputError, match=rf"; run again to resume from {tmp_path / CHECKPOINTS}$"):
             save(vit, tmp_path / "out", images, budget=budget)
     (saved,) = (tmp_path / CHECKPOINTS).glob("step-*")
     monkeypatch.setattr(module._Run, "update", lambda *arguments: pytest.fail("a step is computed again"))
@@ -371,7 +364,7 @@ def test_files_that_another_process_writes_into_the_output_meanwhile_stay(vit, i
         return convert_deit(*arguments, **options)
 
     monkeypatch.setattr(saving, "convert_deit", convert_meanwhile)
-    with pytest.raises(ConversionError, match="is not empty"):
+    with pytest.raises(InputError, match="is not empty"):
         save(vit, tmp_path / "out", images)
     report = ConversionReport.model_validate_json((tmp_path / "out" / REPORT_NAME).read_text())
     assert "distillation" not in report.options and list(tmp_path.glob(f"{CHECKPOINTS}/step-000000003"))

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from aft_hf import AFTForCausalLM, AFTLocal
-from aft_hf.conversion import ConversionError, convert_labml
+from aft_hf.conversion import convert_labml
+from aft_hf.errors import InputError
 from tests.properties.test_labml_states import LENGTH, TOKENS, WIDTH, WINDOW, layer_state, model_state
 
 
@@ -114,7 +115,7 @@ def test_embeddings_without_positions_are_not_scaled():
 def test_a_head_bias_that_no_layer_norm_bias_can_replace_is_refused():
     state = model_state()
     state["generator.projection.bias"] = torch.randn(TOKENS)
-    with pytest.raises(ConversionError, match="one of 5 tokens with 4 features"):
+    with pytest.raises(InputError, match="one of 5 tokens with 4 features"):
         convert_labml(state)
     state["generator.projection.bias"].zero_()
     assert convert_labml(state).config.vocab_size == TOKENS
@@ -147,5 +148,5 @@ def test_an_unknown_activation_is_not_said_to_be_a_fault_of_the_weights():
 def test_conversion_from_labml_refuses_state_dicts_that_are_not_of_an_aft_local(change, message):
     state = model_state()
     change(state)
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(InputError, match=message):
         convert_labml(state)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from aft_hf import AFTForImageClassification, convert_deit
-from aft_hf.conversion import REPORT_NAME, ConversionError, ConversionReport, save_converted, verify_conversion
+from aft_hf.conversion import REPORT_NAME, ConversionReport, save_converted, verify_conversion
+from aft_hf.errors import InputError
 from aft_hf.publishing import build_card
 
 
@@ -91,7 +92,7 @@ def test_one_changed_bit_is_found_in_the_target_or_the_source(vit, tmp_path):
         tensors = load_file(path)
         tensors[name].view(torch.int32)[3] ^= 1
         save_file(tensors, path, metadata={"format": "pt"})
-        with pytest.raises(ConversionError, match=r"aft\.layers\.1\.mlp"):
+        with pytest.raises(InputError, match=r"aft\.layers\.1\.mlp"):
             verify_conversion(vit, tmp_path / "aft")
         path.write_bytes(before)
     assert verify_conversion(vit, tmp_path / "aft") == 30
@@ -110,7 +111,7 @@ def test_a_report_that_was_lost_cut_or_changed_verifies_nothing(vit, tmp_path):
         texts[json.dumps(content | {"tensors": changed})] = message
     for text, message in texts.items():
         path.write_text(text)
-        with pytest.raises(ConversionError, match=message):
+        with pytest.raises(InputError, match=message):
             verify_conversion(vit, tmp_path / "aft")
 
 

@@ -6,7 +6,8 @@ import pytest
 from checkpoints import OPTIONS
 from saved_models import listing
 
-from aft_hf.conversion import REPORT_NAME, ConversionError, save_converted, verify_conversion
+from aft_hf.conversion import REPORT_NAME, save_converted, verify_conversion
+from aft_hf.errors import InputError
 
 
 pytestmark = pytest.mark.usefixtures("without_limits")
@@ -18,7 +19,7 @@ def test_the_report_lists_the_files_and_a_directory_with_files_is_refused(vit, t
     report = json.loads((target / REPORT_NAME).read_text())
     assert set(report["files"]) == {path.name for path in target.iterdir()} - {REPORT_NAME}
     before = listing(tmp_path)
-    with pytest.raises(ConversionError, match="aft: is not empty; give another directory, or delete it"):
+    with pytest.raises(InputError, match="aft: is not empty; give another directory, or delete it"):
         save_converted(vit, target, **OPTIONS | {"kernel_size": 5})
     assert listing(tmp_path) == before
 
@@ -31,13 +32,11 @@ def test_a_conversion_that_fails_leaves_no_files(vit, tmp_path, monkeypatch, err
         save_converted(vit, tmp_path / "aft", **OPTIONS | {"kernel_size": 4})
 
     def fail(source, target):
-        raise {"full": OSError(28, "No space left"), "Ctrl-C": KeyboardInterrupt()}.get(error) or ConversionError(
-            error
-        )
+        raise {"full": OSError(28, "No space left"), "Ctrl-C": KeyboardInterrupt()}.get(error) or InputError(error)
 
     name = "aft_hf.conversion.saving.verify_conversion" if error == "not verified" else "os.replace"
     monkeypatch.setattr(name, fail)
-    with pytest.raises((ConversionError, KeyboardInterrupt), match=r"No space left|^$|not verified"):
+    with pytest.raises((InputError, KeyboardInterrupt), match=r"No space left|^$|not verified"):
         save_converted(vit, tmp_path / "aft", **OPTIONS)
     monkeypatch.undo()
     assert listing(tmp_path).keys() == before.keys()
@@ -52,7 +51,7 @@ def test_what_a_killed_conversion_left_does_not_stop_the_next(vit, tmp_path):
 
 def test_a_second_conversion_at_the_same_time_stops(vit, tmp_path, monkeypatch):
     def meanwhile(*paths):
-        with pytest.raises(ConversionError, match=r"cannot write to .*lock"):
+        with pytest.raises(InputError, match=r"cannot write to .*lock"):
             save_converted(vit, tmp_path / "aft", **OPTIONS | {"kernel_size": 5})
         return verify_conversion(*paths)
 

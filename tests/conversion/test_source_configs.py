@@ -23,8 +23,9 @@ from saved_models import changed
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, ViTModel
 
 from aft_hf import convert_deit
-from aft_hf.conversion import ConversionError, read_source
+from aft_hf.conversion import read_source
 from aft_hf.conversion.source import load_image_processor
+from aft_hf.errors import InputError
 from aft_hf.loading import load
 
 
@@ -32,7 +33,7 @@ IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 def refusal(path):
-    with pytest.raises(ConversionError) as error:
+    with pytest.raises(InputError) as error:
         convert_deit(path, **OPTIONS)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -159,7 +160,7 @@ def test_a_source_of_other_channels_than_rgb_is_refused_by_their_number(tmp_path
     tensors = timm_tensors() | {"patch_embed.proj.weight": torch.zeros(24, channels, 8, 8)}
     torch.save(tensors, tmp_path / "deit.pth")
     for source, options in ((tmp_path / "vit", {}), (tmp_path / "deit.pth", {"source_num_heads": 3}), (model, {})):
-        with pytest.raises(ConversionError, match=f"its images have {channels} channels; .*RGB"):
+        with pytest.raises(InputError, match=f"its images have {channels} channels; .*RGB"):
             read_source(source, **options)
 
 

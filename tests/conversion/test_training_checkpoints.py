@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from aft_hf import convert_deit
-from aft_hf.conversion import ConversionError, read_source
+from aft_hf.conversion import read_source
 from aft_hf.conversion.files import read_weights
+from aft_hf.errors import InputError
 
 
 def under(prefix, tensors):
@@ -19,7 +20,7 @@ def under(prefix, tensors):
 
 
 def refusal(path):
-    with pytest.raises(ConversionError) as error:
+    with pytest.raises(InputError) as error:
         read_source(path, **TIMM)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     return str(error.value)

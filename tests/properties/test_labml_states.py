@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aft_hf.conversion import ConversionError, convert_labml
+from aft_hf.conversion import convert_labml
+from aft_hf.errors import InputError
 
 
 WIDTH, LENGTH, WINDOW, TOKENS = 4, 6, 3, 5
@@ -70,7 +71,7 @@ def converted(state: dict[Any, Any]) -> bool:
     """Whether a state is converted; otherwise it is refused in one line."""
     try:
         module = convert_labml(state)
-    except ConversionError as error:
+    except InputError as error:
         assert str(error).isprintable() and len(str(error)) < 1000
         return False
     assert all(value.device.type == "cpu" for value in module.state_dict().values())

@@ -31,8 +31,9 @@ from aft_hf import (
     AFTModel,
 )
 from aft_hf.conversion import ConversionReport
+from aft_hf.errors import InputError
 from aft_hf.loading import weights_digest
-from aft_hf.publishing import PublishError, build_card, find_problems, write_card
+from aft_hf.publishing import build_card, find_problems, write_card
 from aft_hf.publishing.card import MARKER, TEMPLATE, card_problems
 
 
@@ -292,13 +293,13 @@ def test_a_conversion_whose_weights_were_trained_is_not_called_untrained(directo
 @pytest.mark.parametrize("conversion", [{"source": 3}, {"options": {}}, {"source": "a/b", "options": []}])
 def test_a_damaged_record_of_a_conversion_in_the_config_is_named(directory, conversion):
     changed(conversion=conversion)(directory / "config.json")
-    with pytest.raises(PublishError, match=r"config\.json: conversion cannot be read"):
+    with pytest.raises(InputError, match=r"config\.json: conversion cannot be read"):
         build_card(directory)
 
 
 def test_a_backbone_is_refused_and_can_be_published_as_an_aft_model(tmp_path):
     tiny.save(AFTBackbone(tiny.build("image", "conv").config), tmp_path)
-    with pytest.raises(PublishError, match=r"an AFTBackbone for .* as an AFTModel \(`AFTModel.from_pretrained\('/"):
+    with pytest.raises(InputError, match=r"an AFTBackbone for .* as an AFTModel \(`AFTModel.from_pretrained\('/"):
         build_card(tmp_path)
     before = load_file(tmp_path / "model.safetensors")
     AFTModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
@@ -309,7 +310,7 @@ def test_a_backbone_is_refused_and_can_be_published_as_an_aft_model(tmp_path):
 
 def test_a_model_of_another_type_is_told(tmp_path):
     ViTConfig(hidden_size=8).save_pretrained(tmp_path)
-    with pytest.raises(PublishError, match="its config has model_type='vit', not 'aft'"):
+    with pytest.raises(InputError, match="its config has model_type='vit', not 'aft'"):
         build_card(tmp_path)
 
 
@@ -437,7 +438,7 @@ def test_a_generated_card_is_written_anew_and_one_that_the_user_wrote_or_complet
     assert "me/two" in write_card(directory, repo_id="me/two").read_text()
     path.write_text(path.read_text().replace(MARKER, "Mine."))
     assert "me/three" not in write_card(directory, repo_id="me/three").read_text()
-    with pytest.raises(PublishError, match="write the license into it"):
+    with pytest.raises(InputError, match="write the license into it"):
         write_card(directory, license="mit")
     completed = "---\ntags:\n- generated_from_trainer\n---\n# outputs\n"
     path.write_text(completed)
@@ -465,7 +466,7 @@ def test_a_license_is_never_chosen_for_the_user_and_stays_until_another_is_given
         text = write_card(directory, license=given).read_text()
         assert ModelCard(text).data.license == expected and card_problems(text, directory) == []
         assert ("No license is given" in text) == (expected is None)
-    with pytest.raises(PublishError, match=r"put the text of the license into .*LICENSE"):
+    with pytest.raises(InputError, match=r"put the text of the license into .*LICENSE"):
         write_card(directory, license="other")
     assert card_problems("---\ntags:\n- mine\n---\n", directory)[-1] == "the metadata lacks license"  # a user's card
     (directory / "LICENSE").write_text("Do as you like.")
@@ -521,7 +522,7 @@ def test_results_in_other_forms_leave_the_card_whole(directory):
     text = str(build_card(directory))
     assert "| a\\|b | c\\|d e |" in text and "No evaluation is recorded" in text and "inf" not in text
     (directory / "results.json").write_text("[1, 2]")
-    with pytest.raises(PublishError, match=r"results\.json"):
+    with pytest.raises(InputError, match=r"results\.json"):
         build_card(directory)
 
 

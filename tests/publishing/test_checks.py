@@ -15,8 +15,9 @@ from saved_models import changed, edited
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from aft_hf import AFTForImageClassification
+from aft_hf.errors import InputError
 from aft_hf.loading import MARKER
-from aft_hf.publishing import PublishError, find_problems, publish, write_card
+from aft_hf.publishing import find_problems, publish, write_card
 from aft_hf.publishing.folder import files_to_upload
 
 
@@ -202,14 +203,14 @@ def test_files_of_training_are_not_published(prepared):
 def test_all_problems_are_told_at_once_and_nothing_is_asked_of_the_hub(prepared):
     (prepared / "model.pt").write_bytes(pickle.dumps({}))
     (prepared / "notes.md").write_text(TOKEN)
-    with pytest.raises(PublishError, match=r"model\.pt: is a pickle.*notes\.md: holds a Hugging Face token"):
+    with pytest.raises(InputError, match=r"model\.pt: is a pickle.*notes\.md: holds a Hugging Face token"):
         publish(prepared, "me/tiny", endpoint="http://127.0.0.1:9", console=Console(quiet=True))
 
 
 def test_adapters_and_missing_directories_are_told(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for name, told in ((".", "merge the adapter into its model"), ("nowhere", "nowhere: no such directory$")):
-        with pytest.raises(PublishError, match=told):
+        with pytest.raises(InputError, match=told):
             publish(tmp_path / name, "me/tiny", dry_run=True)
 
 

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from saved_models import listing
 
-from aft_hf.publishing import PublishError, find_problems, publish, write_card
+from aft_hf.errors import InputError
+from aft_hf.publishing import find_problems, publish, write_card
 
 
 PASSWORD = "machine example.org login me password letmein"
@@ -31,7 +32,7 @@ def test_a_planted_link_is_not_written_through(directory, outside, name, write):
     (directory / name).symlink_to(outside)
     try:
         write(directory)
-    except PublishError as error:
+    except InputError as error:
         assert name in str(error)
     assert outside.read_text() == PASSWORD
 
@@ -42,7 +43,7 @@ def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_is_written(
     (directory / name).symlink_to(outside)
     before = listing(directory.parent)
     for dry in (True, False):
-        with pytest.raises(PublishError) as error:
+        with pytest.raises(InputError) as error:
             publish(directory, "me/tiny", dry_run=dry, endpoint="http://127.0.0.1:9", console=Console(quiet=True))
         assert name in str(error.value) and "link" in str(error.value) and str(outside) in str(error.value)
         assert "letmein" not in str(error.value)
@@ -53,7 +54,7 @@ def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_is_written(
 def test_a_name_that_is_not_of_a_repository_is_refused_before_anything_is_written(directory, repo_id):
     before = listing(directory)
     for dry in (True, False):
-        with pytest.raises(PublishError, match="is not the name of a repository; give name/model"):
+        with pytest.raises(InputError, match="is not the name of a repository; give name/model"):
             publish(directory, repo_id, dry_run=dry, endpoint="http://127.0.0.1:9", console=Console(quiet=True))
     assert listing(directory) == before
 
@@ -77,7 +78,7 @@ def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, na
     (directory / name).write_text(PASSWORD)
     (directory / "more").mkdir()
     (directory / "more" / "notes.txt").symlink_to(f"../{name}")
-    with pytest.raises(PublishError, match=f"more/notes.txt: is a link to .*{name}, which is no file") as error:
+    with pytest.raises(InputError, match=f"more/notes.txt: is a link to .*{name}, which is no file") as error:
         dry_run(directory)
     assert "letmein" not in str(error.value)
 
@@ -90,7 +91,7 @@ def test_a_dry_run_changes_nothing_in_the_folder(directory):
     assert listing(directory.parent) == before
     (directory / "README.md").write_text("---\nlicense: gpl-3.0\n---\n# Mine\n")
     before = listing(directory.parent)
-    with pytest.raises(PublishError, match="lacks library_name"):
+    with pytest.raises(InputError, match="lacks library_name"):
         dry_run(directory)
     assert listing(directory.parent) == before
 

@@ -10,8 +10,9 @@ from hub import FILES, answer
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from rich.console import Console
 
+from aft_hf.errors import InputError
 from aft_hf.loading import MARKER
-from aft_hf.publishing import PublishError, publish, upload
+from aft_hf.publishing import publish, upload
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def send(hub, prepared, monkeypatch):
 
 def refusal(send, hub, **options) -> str:
     """Publish, and return the one line of the error, which must be right about whether anything was committed."""
-    with pytest.raises(PublishError) as error:
+    with pytest.raises(InputError) as error:
         send(**options)
     said = str(error.value)
     assert said.isprintable() and len(said) < 1000
@@ -97,11 +98,11 @@ def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, 
     commits.append(commits[-1] | {"README.md": theirs.encode("latin-1")})
     if is_lost:
         keep = "give --license" if theirs in LICENSED else "download it into .*tiny"
-        with pytest.raises(PublishError, match=rf"of the card on the Hub.* lost; {keep}.*nothing was committed"):
+        with pytest.raises(InputError, match=rf"of the card on the Hub.* lost; {keep}.*nothing was committed"):
             send()
         assert len(commits) == 3
         hub.fail("hf_hub_download", httpx2.ConnectError("reset"))
-        with pytest.raises(PublishError, match=r"reset.*nothing was committed"):
+        with pytest.raises(InputError, match=r"reset.*nothing was committed"):
             send()
         (prepared / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")  # a user's card needs no download
     send()
@@ -120,7 +121,7 @@ def test_a_license_on_the_hub_may_be_changed(send, hub, prepared):
 
 def test_a_card_in_another_encoding_is_named(send, prepared):
     (prepared / "README.md").write_bytes(b"Gr\xfcn")
-    with pytest.raises(PublishError, match=r"README.md: is not UTF-8 text"):
+    with pytest.raises(InputError, match=r"README.md: is not UTF-8 text"):
         send()
 
 
@@ -159,7 +160,7 @@ def test_what_fails_ends_in_one_line_and_the_next_run_completes_it(send, hub, pr
 def test_a_hub_that_never_answers_is_not_waited_for(prepared, monkeypatch):
     monkeypatch.setattr(upload, "TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(PublishError, match=r"timed out.* nothing was"):
+    with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(InputError, match=r"timed out.* nothing was"):
         publish(prepared, "me/tiny", endpoint=f"http://127.0.0.1:{hub.getsockname()[1]}", token="hf_x")
 
 
@@ -181,7 +182,7 @@ def test_ctrl_c_passes_and_what_somebody_else_commits_meanwhile_is_kept(send, hu
         send()
     commits = hub.repositories["me/tiny"].commits
     hub.fail("create_commit", lambda: commits.append(commits[-1] | {"theirs.txt": b"theirs"}))
-    with pytest.raises(PublishError, match=r"412 A commit has happened since.*run the command again"):
+    with pytest.raises(InputError, match=r"412 A commit has happened since.*run the command again"):
         send()
     hub.faults.clear()
     send()

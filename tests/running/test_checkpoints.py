@@ -15,7 +15,7 @@ from runs import bytes_recipe, finish, launch, plant, run, run_elsewhere
 from torch.distributed.checkpoint import CheckpointException
 
 from aft_hf.atomic_files import UNFINISHED
-from aft_hf.errors import UnreadableError
+from aft_hf.errors import InputError
 from aft_hf.running.checkpoints import MANIFEST, find_damage, read_manifest, write_manifest
 from tests.properties.hostile import JSON
 
@@ -72,7 +72,7 @@ def test_no_bit_of_a_manifest_changes_unnoticed(tmp_path, original):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / MANIFEST).write_bytes(damaged)
-        with pytest.raises(UnreadableError):
+        with pytest.raises(InputError):
             read_manifest(tmp_path)
 
 

@@ -4,7 +4,7 @@ Table 8 of the paper, and AFT-local of labml."""
 from .deit import convert_deit
 from .images import ImagesOnDisk, read_images
 from .labml import convert_labml
-from .report import REPORT_NAME, ConversionError, ConversionReport
+from .report import REPORT_NAME, ConversionReport
 from .resizing import adapt_to_image_size
 from .saving import save_converted, verify_conversion
 from .source import VisionTransformerSource, read_source
@@ -12,7 +12,6 @@ from .source import VisionTransformerSource, read_source
 
 __all__ = [
     "REPORT_NAME",
-    "ConversionError",
     "ConversionReport",
     "ImagesOnDisk",
     "VisionTransformerSource",

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from .._version import __version__
 from ..configuration_aft import AFTConfig
-from ..errors import explained
+from ..errors import InputError, explained
 from ..loading import check_finite
 from ..modeling_aft import AFTForImageClassification
 from ..position_biases_aft import widen
 from .attention import fit_to_attention
 from .names import POSITIONS, Part, renamed
-from .report import ConversionError, ConversionReport, TensorRecord
+from .report import ConversionReport, TensorRecord
 from .source import VisionTransformerSource, read_source
 
 
@@ -81,7 +81,7 @@ def convert_deit(
         The model, in the dtype of the source, and a report on every tensor.
 
     Raises:
-        ConversionError: the source cannot be read, is not a ViT or DeiT, or holds NaN or infinity.
+        InputError: the source cannot be read, is not a ViT or DeiT, or holds NaN or infinity.
         TypeError: the source is neither a path nor a model.
         ValueError: an option is invalid, or does not fit this source.
     """
@@ -92,9 +92,9 @@ def convert_deit(
     if not isinstance(source, VisionTransformerSource):
         source = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
     if source.heads and num_labels is not None:
-        raise ConversionError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
+        raise InputError(f"{source.name}: has a classifier; leave out num_labels (--num-labels)")
     if not source.heads and not num_labels:
-        raise ConversionError(f"{source.name}: has no classifier; give num_labels (--num-labels) for a new one")
+        raise InputError(f"{source.name}: has no classifier; give num_labels (--num-labels) for a new one")
     options: dict[str, Any] = {
         "aft_type": aft_type if isinstance(aft_type, str) else list(aft_type),
         "kernel_size": kernel_size,
@@ -106,7 +106,7 @@ def convert_deit(
         **({} if num_labels is None else {"num_labels": num_labels}),
     }
     kept = KEPT_FIELDS + (CLASSES if source.heads else ())
-    with explained(f"{source.name}: cannot be converted with these options", ConversionError):
+    with explained(f"{source.name}: cannot be converted with these options"):
         config = AFTConfig(modality="image", **{name: getattr(source.config, name) for name in kept}, **options)
         model = AFTForImageClassification(config).to(source.dtype)  # type: ignore[arg-type]  # the wrapper of transformers hides torch's types
         target = model.state_dict()
@@ -116,7 +116,7 @@ def convert_deit(
     if init == "attention" and "conv" not in config.layer_aft_types:
         raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
     fitted = {} if images is None else fit_to_attention(model, source, images)
-    check_finite(f"{source.name}, after the conversion", target.items(), ConversionError)
+    check_finite(f"{source.name}, after the conversion", target.items())
 
     records = [
         TensorRecord(

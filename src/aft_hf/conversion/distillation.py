@@ -121,7 +121,7 @@ def distill(
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Any], **options: Any) -> DistillationOptions:
     """Return the checked options of `distill`; raise its errors that need no model."""
-    settings = parse_json(json.dumps(options), DistillationOptions, "distillation", ValueError)
+    settings = parse_json(json.dumps(options), DistillationOptions, "distillation")
     if (settings.steps is None) == (settings.minutes is None):
         raise ValueError(f"distillation: give either steps or minutes, got {settings.steps} and {settings.minutes}")
     if not source.heads:

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from ..errors import explained, shortened
+from ..errors import InputError, explained, shortened
 from ..loading import FLOAT_DTYPES, weight_files
-from .report import ConversionError
 
 
 # The patch embedding under its names in timm and in transformers, behind the names of the modules around the ViT.
@@ -48,29 +47,29 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
     weights, the averaged ones are read, as by timm.
 
     Raises:
-        ConversionError: the weights are missing, damaged or not floating point, or it is not clear which to read.
+        InputError: the weights are missing, damaged or not floating point, or it is not clear which to read.
     """
     name, states = str(source), dict[str, dict[str, torch.Tensor]]()  # tensors by the keys of their dictionary
-    files = [Path(name)] if Path(name).is_file() else weight_files(name, ConversionError)
+    files = [Path(name)] if Path(name).is_file() else weight_files(name)
     if not files:
-        raise ConversionError(f"{name}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
+        raise InputError(f"{name}: no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME} in it; give a directory with weights")
     for path in files:
         for keys, entries in _read_weight_file(path):
             for key, tensor in entries.items():
                 bare = WRAPPER.sub("", str(key))
                 if states.setdefault(keys, {}).setdefault(bare, tensor) is not tensor:
-                    raise ConversionError(f"{name}: two weights are named {bare}; save the state dict of one model")
+                    raise InputError(f"{name}: two weights are named {bare}; save the state dict of one model")
     models = {
         f"{keys}.{match[1]}".strip("."): (keys, match[1])
         for keys, tensors in states.items()
         for match in filter(None, map(PATCH_EMBEDDING.fullmatch, tensors))
     }
     if not models:
-        raise ConversionError(f"{name}: contains no state dict of a ViT or DeiT; save model.state_dict()")
+        raise InputError(f"{name}: contains no state dict of a ViT or DeiT; save model.state_dict()")
     averaged = [part for part in models if AVERAGED.search(part) and not NOT_AVERAGED.search(part)]
     if len(chosen := averaged or list(models)) != 1:
         parts = shortened(", ".join(sorted(part or "(top level)" for part in chosen)))
-        raise ConversionError(f"{name}: contains {len(chosen)} models ({parts}); save the state dict of one of them")
+        raise InputError(f"{name}: contains {len(chosen)} models ({parts}); save the state dict of one of them")
     (part,) = chosen
     keys, prefix = models[part]
     others = tuple(other for place, other in models.values() if place == keys and other != prefix)
@@ -88,12 +87,12 @@ def _inside(
         if name.startswith(prefix):
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-                raise ConversionError(f"{source}: {name} has the dtype {tensor.dtype}; give weights in {dtypes}")
+                raise InputError(f"{source}: {name} has the dtype {tensor.dtype}; give weights in {dtypes}")
             if tensor.nbytes > tensor.untyped_storage().nbytes():  # a pickle of a kilobyte may describe any size
-                raise ConversionError(f"{source}: {name} has more elements than are stored; save contiguous tensors")
+                raise InputError(f"{source}: {name} has more elements than are stored; save contiguous tensors")
             yield name.removeprefix(prefix), tensor.detach()
         elif not name.startswith(others):
-            raise ConversionError(
+            raise InputError(
                 f"{source}: {name} is not a tensor of the ViT, whose names begin with {prefix!r}; save the ViT alone"
             )
 
@@ -102,7 +101,7 @@ def _read_weight_file(path: Path) -> Iterator[tuple[str, dict[Any, torch.Tensor]
     """Yield the tensors of each dictionary in a file by its dotted keys. The content of a file tells its format."""
     with path.open("rb") as opened:
         is_safetensors = opened.read(9)[8:] == b"{"  # 8 bytes with the length of the header, which is JSON
-    with explained(f"{path}: damaged or truncated safetensors file", ConversionError):
+    with explained(f"{path}: damaged or truncated safetensors file"):
         content = load_file(path) if is_safetensors else _read_pickle(path)
     rest, seen = [("", content)], set()
     for keys, value in rest:  # which grows
@@ -122,7 +121,7 @@ def _read_pickle(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # reading an arbitrary file as a pickle can raise anything
-        raise ConversionError(  # without torch's message, which advises to run the code of the file
+        raise InputError(  # without torch's message, which advises to run the code of the file
             f"{path}: is neither a safetensors file nor a checkpoint of PyTorch, is damaged or truncated, or holds "
             "objects other than tensors, which are not loaded, since a pickle can run code; save the state dict "
             "alone, preferably as safetensors"

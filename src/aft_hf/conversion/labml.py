@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from ..configuration_aft import AFTConfig
-from ..errors import explained
+from ..errors import InputError, explained
 from ..mixers_aft import AFTLocal
 from ..modeling_aft import AFTForCausalLM
 from .names import renamed
-from .report import ConversionError
 
 
 # Parts of labml's names, and those in this package.
@@ -53,20 +52,20 @@ def convert_labml(
         last layer norm.
 
     Raises:
-        ConversionError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
+        InputError: a tensor is missing, has no counterpart in AFT, or does not have a fitting shape.
         ValueError: `hidden_act` is unknown.
     """
     AFTConfig(hidden_act=hidden_act)  # an unknown one is not a fault of the weights
     instead = "give model.state_dict(), whose names have no prefix (module., _orig_mod.)"
-    with explained(f"the weights are not those of labml's AFT-local; {instead}", ConversionError):
+    with explained(f"the weights are not those of labml's AFT-local; {instead}"):
         tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
         if len(tensors) < len(state_dict):
-            raise ConversionError("two names in the state dict stand for the same tensor; remove one of them")
+            raise InputError("two names in the state dict stand for the same tensor; remove one of them")
         masks = [tensors.pop(name).cpu() for name in list(tensors) if name.endswith("local_mask")]
         length, window = len(masks[0]), int(masks[0][0].sum())
         inside = (torch.arange(length)[:, None] - torch.arange(length)).abs() < window
         if not all(torch.equal(mask, inside) for mask in masks):
-            raise ConversionError("each local_mask must be the same window around the diagonal")
+            raise InputError("each local_mask must be the same window around the diagonal")
         for name in tensors:
             if name.endswith("position_bias_table"):
                 tensors[name] = tensors[name].unsqueeze(0)
@@ -101,7 +100,7 @@ def convert_labml(
             weight = model.lm_head.weight.double()
             shift = torch.linalg.pinv(weight) @ bias.double()
             if not torch.allclose(weight @ shift, bias.double(), atol=1e-6):
-                raise ConversionError(
+                raise InputError(
                     "generator.projection.bias: an AFT has no bias in its head, and no bias of its last norm can "
                     f"replace this one of {len(bias)} tokens with {len(shift)} features; set it to 0 and fine-tune"
                 )

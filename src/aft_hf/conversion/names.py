@@ -8,9 +8,8 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import apply_renamings
 
-from ..errors import explained
+from ..errors import InputError, explained
 from ..position_biases_aft import widen
-from .report import ConversionError
 
 
 POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
@@ -77,13 +76,13 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
             parts = {known.replace("qkv", f"{kind}_proj"): part for kind, part in zip("qkv", tensor.chunk(3))}
         for each, part in parts.items():
             if each in vit or not re.fullmatch(f"{KNOWN}|{OPTIONAL}", each):
-                raise ConversionError(
+                raise InputError(
                     f"{source}: {name} is not a tensor of a ViT, or the file contains it under two names; merge "
                     "adapters (merge_and_unload), remove parametrizations, save shards of FSDP as a full state dict"
                 )
             vit[each] = Part(part, (name,))
     for module, scale in scales.items():
-        with explained(f"{source}: the layer scale {scale} does not fit {module}", ConversionError):
+        with explained(f"{source}: the layer scale {scale} does not fit {module}"):
             for name in {f"{module}.weight", f"{module}.bias"} & vit.keys():
                 unscaled, sources = vit[name]
                 scaled = torch.einsum("o,o...->o...", widen(tensors[scale]), widen(unscaled))

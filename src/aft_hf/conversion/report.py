@@ -1,4 +1,4 @@
-"""Report of a conversion: what became of every tensor; and the error if there is none."""
+"""Report of a conversion: what became of every tensor."""
 
 import math
 from collections import Counter
@@ -7,15 +7,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
+from ..errors import InputError
 from ..reading import Document
 
 
 REPORT_NAME = "conversion_report.json"
 Status = Literal["copied", "fitted", "new", "dropped"]
-
-
-class ConversionError(ValueError):
-    """A conversion is impossible. The message is one line: the file, the problem and the fix."""
 
 
 class TensorRecord(Document):
@@ -63,12 +60,12 @@ class ConversionReport(Document):
         return [record for record in self.tensors if record.status == status]
 
     def check(self, source: Iterable[str], target: Collection[str]) -> None:
-        """Raise a ConversionError unless the report lists all tensors of the source, and those of the target once."""
+        """Raise an InputError unless the report lists all tensors of the source, and those of the target once."""
         listed = Counter(record.target for record in self.tensors if record.target is not None)
         wrong = {name for name in listed.keys() | target if listed[name] != (name in target)}
         wrong |= {name for record in self.tensors for name in record.sources} ^ set(source)
         if wrong:
-            raise ConversionError(
+            raise InputError(
                 f"{self.source}: the report does not list these tensors exactly once: {', '.join(sorted(wrong))}"
             )
 

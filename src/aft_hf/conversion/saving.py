@@ -15,12 +15,12 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..atomic_files import UNFINISHED, sha256, unfinished
 from ..configuration_aft import AFTConfig, pair
 from ..data.image_size import resized_processor
-from ..errors import explained
+from ..errors import InputError, explained
 from ..loading import load, read_license
 from ..modeling_aft import AFTForImageClassification
 from ..reading import read_json
 from .deit import convert_deit, copied_parts
-from .report import REPORT_NAME, ConversionError, ConversionReport
+from .report import REPORT_NAME, ConversionReport
 from .source import read_source
 
 
@@ -58,7 +58,7 @@ def save_converted(
         The model and the report.
 
     Raises:
-        ConversionError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be
+        InputError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be
             written.
     """
     directory = Path(os.path.realpath(directory))
@@ -94,8 +94,8 @@ def save_converted(
             processor = resized_processor(origin.image_processor, pair(model.config.image_size))
             try:
                 _write(directory, source, model, processor, report)
-            except ConversionError as error:
-                raise ConversionError(f"{error}{advice}") from error
+            except InputError as error:
+                raise InputError(f"{error}{advice}") from error
         if is_main and distillation is not None:
             remove_checkpoints(checkpoints)
     return model, report
@@ -104,7 +104,7 @@ def save_converted(
 def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any, report: ConversionReport) -> None:
     """Write a conversion aside, verify it, and move its files to `directory`, or change nothing."""
     lock = directory / LOCK
-    with explained(f"cannot write to {directory}", ConversionError), FileLock(lock, timeout=0):
+    with explained(f"cannot write to {directory}"), FileLock(lock, timeout=0):
         try:
             with unfinished(directory) as aside:
                 model.save_pretrained(aside)
@@ -120,9 +120,9 @@ def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any,
 
 
 def _refuse_files(directory: Path) -> None:
-    """Raise a ConversionError if a directory holds anything but what a conversion that was killed has left."""
+    """Raise an InputError if a directory holds anything but what a conversion that was killed has left."""
     if directory.exists() and {path.name for path in directory.iterdir()} - {UNFINISHED, LOCK}:
-        raise ConversionError(f"{directory}: is not empty; give another directory, or delete it")
+        raise InputError(f"{directory}: is not empty; give another directory, or delete it")
 
 
 def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> int:
@@ -139,23 +139,23 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
         The number of copied tensors, all of which are equal; 0 after a distillation.
 
     Raises:
-        ConversionError: a file cannot be read, the report does not list a tensor, or a copied tensor differs.
+        InputError: a file cannot be read, the report does not list a tensor, or a copied tensor differs.
     """
     directory = Path(directory)
-    report = read_json(directory / REPORT_NAME, ConversionReport, ConversionError)
-    with explained(f"{directory}: cannot be read", ConversionError):
+    report = read_json(directory / REPORT_NAME, ConversionReport)
+    with explained(f"{directory}: cannot be read"):
         saved = load_file(directory / SAFE_WEIGHTS_NAME)
         size, heads = report.options["source_image_size"], report.options["source_num_heads"]
     origin = read_source(source, source_image_size=size, source_num_heads=heads)
     report.check(origin.names, saved)
     if "distillation" in report.options:  # which changed all tensors
         return 0
-    copies = copied_parts(origin, load(AFTConfig, directory, ConversionError), saved)
+    copies = copied_parts(origin, load(AFTConfig, directory), saved)
     if {record.target for record in report.with_status("copied")} != copies.keys():
-        raise ConversionError(f"{directory}: {REPORT_NAME} does not list exactly the copied tensors")
+        raise InputError(f"{directory}: {REPORT_NAME} does not list exactly the copied tensors")
     for name, copy in copies.items():
         # By their bits, -0.0 differs from 0.0, and NaN equals itself.
         first, second = (tensor.contiguous().view(torch.uint8) for tensor in (copy.tensor, saved[name]))
         if copy.tensor.dtype != saved[name].dtype or not torch.equal(first, second):
-            raise ConversionError(f"{directory}: {name} differs from the source, but {REPORT_NAME} lists it as copied")
+            raise InputError(f"{directory}: {name} differs from the source, but {REPORT_NAME} lists it as copied")
     return len(copies)

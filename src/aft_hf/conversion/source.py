@@ -20,12 +20,11 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..analysis.maps import patch_grid
 from ..configuration_aft import pair
-from ..errors import explained
+from ..errors import InputError, explained
 from ..loading import OWN_KERNELS, check_finite, load, read_config, read_image_processor, refuse_adapter
 from ..position_biases_aft import widen
 from .files import read_weights
 from .names import OPTIONAL, POSITIONS, Part, vit_tensors
-from .report import ConversionError
 from .timm_config import PretrainedConfig, TimmConfig, image_processor, infer_config, read_timm_config
 
 
@@ -134,7 +133,7 @@ def read_source(
             the width of the checkpoint.
 
     Raises:
-        ConversionError: the checkpoint does not exist, is damaged, holds NaN or infinity, is not a ViT or DeiT, or has
+        InputError: the checkpoint does not exist, is damaged, holds NaN or infinity, is not a ViT or DeiT, or has
             an adapter; or an option contradicts its config.
         TypeError: `source` is neither a path nor a model.
     """
@@ -144,53 +143,53 @@ def read_source(
         name, values = str(source), _read_config(str(source))
     else:
         raise TypeError(f"source must be a path, Hub id, or ViT or DeiT of transformers, got {type(source).__name__}")
-    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
+    with explained(f"{name}: no readable {CONFIG_NAME}"):
         read = _read_transformers_config if values.get("model_type") else read_timm_config
         stated: TimmConfig | PreTrainedConfig = read(name, values) if values else TimmConfig()
     if isinstance(source, PreTrainedModel):
         tensors, part = {key: tensor.detach().cpu() for key, tensor in source.state_dict().items()}, ""
     else:
         if not Path(name).is_file():
-            refuse_adapter(name, ConversionError)
+            refuse_adapter(name)
         tensors, part = read_weights(name)
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
-    with explained(f"{name}: holds no weights of a ViT or DeiT", ConversionError):
+    with explained(f"{name}: holds no weights of a ViT or DeiT"):
         parts = vit_tensors(name, {key: tensor.to(dtype) for key, tensor in tensors.items()})
-    check_finite(name, ((part.sources[0], part.tensor) for part in parts.values()), ConversionError)
-    with explained(f"{name}: no readable {CONFIG_NAME}", ConversionError):
+    check_finite(name, ((part.sources[0], part.tensor) for part in parts.values()))
+    with explained(f"{name}: no readable {CONFIG_NAME}"):
         if isinstance(stated, TimmConfig):
             config: Any = infer_config(name, parts, stated, image_size=source_image_size, num_heads=source_num_heads)
             processor = image_processor(stated.pretrained_cfg, pair(config.image_size))
             is_own = bool(stated.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
         else:
             config, processor = _as_vit_config(stated), _usual_image_processor(stated)
-            is_own = not isinstance(source, PreTrainedModel) and bool(read_image_processor(name, ConversionError))
+            is_own = not isinstance(source, PreTrainedModel) and bool(read_image_processor(name))
             if is_own:  # a damaged image processor is an error: its means and sizes matter
-                processor = load(AutoImageProcessor, name, ConversionError)
+                processor = load(AutoImageProcessor, name)
             known = pair(config.image_size), config.num_attention_heads
             if (pair(source_image_size or known[0]), source_num_heads or known[1]) != known:
                 given = "source_image_size and source_num_heads (--source-image-size, --source-num-heads)"
-                raise ConversionError(f"{name}: its config has the image size and the heads; leave out {given}")
+                raise InputError(f"{name}: its config has the image size and the heads; leave out {given}")
     if config.num_channels != 3:
-        raise ConversionError(f"{name}: its images have {config.num_channels} channels; give a model for RGB images")
+        raise InputError(f"{name}: its images have {config.num_channels} channels; give a model for RGB images")
     classifier = parts.get("classifier.weight")
     if classifier is not None and classifier.tensor.shape[1:] == (2 * config.hidden_size,):  # of DINOv2
-        raise ConversionError(
+        raise InputError(
             f"{name}: its classifier reads the class token and the mean of the patches, the classifier of an AFT only "
             "one of them: save the model without classifier (model.base_model.save_pretrained)"
         )
     transformer = VisionTransformerSource(name, config, parts, tensors.keys(), processor, is_own, part)
-    with explained(f"{name}: its tensors are not those of a {config.model_type} with its config", ConversionError):
+    with explained(f"{name}: its tensors are not those of a {config.model_type} with its config"):
         transformer.to_transformers()
     return transformer
 
 
 def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a config of transformers; raise a ConversionError unless it is that of a ViT or an equivalent model."""
+    """Return a config of transformers; raise an InputError unless it is that of a ViT or an equivalent model."""
     if (model_type := values["model_type"]) not in MODEL_TYPES:
-        raise ConversionError(f"{name}: has the type {model_type!r}; give one of {', '.join(MODEL_TYPES)}")
+        raise InputError(f"{name}: has the type {model_type!r}; give one of {', '.join(MODEL_TYPES)}")
     if values.get("use_swiglu_ffn"):
-        raise ConversionError(f"{name}: its MLPs have gates (SwiGLU), and an AFT has none; give a smaller DINOv2")
+        raise InputError(f"{name}: its MLPs have gates (SwiGLU), and an AFT has none; give a smaller DINOv2")
     return CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
 
 
@@ -229,9 +228,9 @@ def _read_config(name: str) -> dict[str, Any]:
     if Path(name).is_file():
         beside = Path(name).parent / CONFIG_NAME
         if beside.exists():
-            raise ConversionError(f"{name}: give the directory, or move the weights if {beside} is not theirs")
+            raise InputError(f"{name}: give the directory, or move the weights if {beside} is not theirs")
         return {}
-    config = read_config(name, ConversionError).model_dump(exclude_unset=True)
+    config = read_config(name).model_dump(exclude_unset=True)
     if config.get("model_type") is None and config.get("architecture") is None:
-        raise ConversionError(f"{name}: its {CONFIG_NAME} has no model_type (transformers) or architecture (timm)")
+        raise InputError(f"{name}: its {CONFIG_NAME} has no model_type (transformers) or architecture (timm)")
     return config

@@ -16,10 +16,9 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import pair
-from ..errors import explained
+from ..errors import InputError, explained
 from ..reading import Document, parse_json
 from .names import DISTILLATION_TOKEN, PATCHES, POSITIONS, Part
-from .report import ConversionError
 from .resizing import one_or_pair
 
 
@@ -75,7 +74,7 @@ class TimmConfig(Document):
 
 
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
-    """Return a config of timm; raise a ConversionError unless it is that of a ViT or DeiT with a class token.
+    """Return a config of timm; raise an InputError unless it is that of a ViT or DeiT with a class token.
 
     As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
     and entries beside `pretrained_cfg` replace those in it.
@@ -85,13 +84,13 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     )
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
-    checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}", ConversionError)
+    checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}")
     if not re.fullmatch(ARCHITECTURES, checked.architecture or ""):
         given = checked.architecture
-        raise ConversionError(f"{name}: timm's {given!r} cannot be converted; give one such as deit_base_patch16_224")
+        raise InputError(f"{name}: timm's {given!r} cannot be converted; give one such as deit_base_patch16_224")
     pooling = checked.model_args.global_pool or checked.pretrained_cfg.global_pool
     if pooling not in (None, "", "token"):
-        raise ConversionError(f"{name}: pools by {pooling!r}; give a model that pools by its class token")
+        raise InputError(f"{name}: pools by {pooling!r}; give a model that pools by its class token")
     return checked
 
 
@@ -110,10 +109,10 @@ def infer_config(
     Position embeddings without one of the class token, as in DeiT-III, get a zero for it in `parts`.
     """
     if ".patch_embeddings." in parts[PATCHES].sources[0]:
-        raise ConversionError(f"{name}: is a weight file of transformers; give its directory with the config.json")
+        raise InputError(f"{name}: is a weight file of transformers; give its directory with the config.json")
     used = (PATCHES, POSITIONS, "layers.0.mlp.fc1.weight")
     wrong = f"{', '.join(used)} (names in transformers) are missing or do not have the shapes of those of a ViT"
-    with explained(f"{name}: {wrong}", ConversionError):
+    with explained(f"{name}: {wrong}"):
         shapes: Any = [parts[each].tensor.shape for each in used]
         (width, channels, rows, columns), (_, length, _), (intermediate_size, _) = shapes
     distilled = DISTILLATION_TOKEN in parts
@@ -121,7 +120,7 @@ def infer_config(
     if num_heads is None:
         num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
     if num_heads < 1 or width % num_heads:
-        raise ConversionError(f"{name}: give source_num_heads (--source-num-heads), a divisor of its width, {width}")
+        raise InputError(f"{name}: give source_num_heads (--source-num-heads), a divisor of its width, {width}")
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
     image_size = _image_size(name, length, 2 if distilled else 1, (rows, columns), image_size)
@@ -152,7 +151,7 @@ def _image_size(name: str, length: int, prefix: int, patch_size: tuple[int, int]
     height, width = (side * rows, side * columns) if image_size is None else pair(image_size)
     if (height // rows) * (width // columns) not in counts or height % rows or width % columns or height < 1:
         size = "square images" if image_size is None else f"images of {height} x {width} pixels"
-        raise ConversionError(
+        raise InputError(
             f"{name}: {size} do not fit its {length} positions and patches of {rows} x {columns} pixels; give "
             "source_image_size (--source-image-size), the height and width it was trained at"
         )

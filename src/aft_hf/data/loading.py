@@ -18,7 +18,7 @@ from PIL import Image as PILImage
 from transformers.utils import logging
 
 from ..atomic_files import sha256, write_atomic
-from ..errors import UnreadableError, described, explained, shortened
+from ..errors import InputError, described, explained, shortened
 from ..reading import parse_header, parse_yaml, read_text
 from .image_files import PARQUET, SUFFIXES, is_hidden, list_images
 from .text import cached
@@ -109,7 +109,7 @@ def check_named(name: str) -> None:
         if file.is_file():
             values = read(read_text(file), str(file))
             if isinstance(values, dict) and "://" in repr(values.get("configs")):
-                raise UnreadableError(f"{file}: its configs name addresses; only files of a local dataset are read")
+                raise InputError(f"{file}: its configs name addresses; only files of a local dataset are read")
 
 
 def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) -> Dataset:

@@ -2,8 +2,7 @@
 
 from .card import build_card, write_card
 from .checks import find_problems
-from .folder import PublishError
 from .upload import Publication, publish
 
 
-__all__ = ["Publication", "PublishError", "build_card", "find_problems", "publish", "write_card"]
+__all__ = ["Publication", "build_card", "find_problems", "publish", "write_card"]

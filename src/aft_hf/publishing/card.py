@@ -15,12 +15,12 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..conversion.report import REPORT_NAME
-from ..errors import described, printable
+from ..errors import InputError, described, printable
 from ..loading import MARKER, license_terms, read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
 from .facts import RESULTS, Facts, is_hub_id, read_facts, section
-from .folder import PublishError, misplaced_files
+from .folder import misplaced_files
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -72,7 +72,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
             that of the model that this one was converted from; if there is none, the card says so.
 
     Raises:
-        PublishError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
+        InputError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
             results cannot be read, or a license is given for a card of the user.
     """
     directory = Path(directory)
@@ -90,7 +90,7 @@ def build_card(
     facts = read_facts(directory)
     config, source = facts.config, repo_id or directory.resolve().name
     if (kind := (facts.architecture, config.modality)) not in TASKS:
-        raise PublishError(
+        raise InputError(
             f"config.json: an {kind[0]} for the modality {kind[1]} has no task on the Hub; load it as an AFTModel "
             f"(`AFTModel.from_pretrained({str(directory)!r})`) and save that"
         )
@@ -123,13 +123,13 @@ def build_card(
 def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
     """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
     if problems := misplaced_files(directory):
-        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
+        raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
     path = directory / README
     written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
     if is_generated(written):
         return str(build_card(directory, repo_id=repo_id, license=license))
     if license is not None:
-        raise PublishError(f"{README}: was not written by aft-hf, so it stays as it is; write the license into it")
+        raise InputError(f"{README}: was not written by aft-hf, so it stays as it is; write the license into it")
     return None
 
 
@@ -173,7 +173,7 @@ def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, st
     if (license := license.strip().lower()) != "other":
         return {"license": license}
     if not (directory / "LICENSE").is_file():
-        raise PublishError(f"license other: put the text of the license into {directory / 'LICENSE'}")
+        raise InputError(f"license other: put the text of the license into {directory / 'LICENSE'}")
     return {"license": license, "license_name": "other", "license_link": "LICENSE"}
 
 

@@ -13,13 +13,13 @@ from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_aft import AFTConfig, pair
-from ..errors import explained
+from ..errors import InputError, explained
 from ..loading import load, read_image_processor, weight_files
 from ..modeling_aft import AFTPreTrainedModel
 from ..reading import ModelConfig, read_json
 from .card import ARCHITECTURES, README, card_problems, is_generated
 from .facts import RESULTS, pixel_side, read_object
-from .folder import PublishError, files_to_upload, misplaced_files
+from .folder import files_to_upload, misplaced_files
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
         return problems
     files, _ = files_to_upload(directory)
     for name, path in files.items():
-        with explained(f"{name}: cannot be read", PublishError):
+        with explained(f"{name}: cannot be read"):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
     problems += _model_problems(directory, {**files, **new})
     if README not in {**files, **new}:
@@ -96,21 +96,21 @@ def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterato
         if not (directory / CONFIG_NAME).is_file():
             is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
             hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
-            raise PublishError(f"{CONFIG_NAME}: is missing{hint}")
-        config = read_json(directory / CONFIG_NAME, ModelConfig, PublishError)
+            raise InputError(f"{CONFIG_NAME}: is missing{hint}")
+        config = read_json(directory / CONFIG_NAME, ModelConfig)
         if config.model_type != AFTConfig.model_type:
-            raise PublishError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
+            raise InputError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
         yield from _code_problems(directory, files, config)
         name = (config.architectures or [""])[0]
         if name not in ARCHITECTURES:
-            raise PublishError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
-        weights = [os.path.relpath(path, directory) for path in weight_files(str(directory), PublishError)]
+            raise InputError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
+        weights = [os.path.relpath(path, directory) for path in weight_files(str(directory))]
         if not any(each.endswith(".safetensors") for each in weights):
-            raise PublishError(f"{SAFE_WEIGHTS_NAME}: is missing")
+            raise InputError(f"{SAFE_WEIGHTS_NAME}: is missing")
         if left_out := [each for each in weights if each not in files]:
-            raise PublishError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
+            raise InputError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
         check_companion(directory, check_model(directory, ARCHITECTURES[name]))
-    except PublishError as error:
+    except InputError as error:
         yield str(error)
 
 
@@ -130,14 +130,14 @@ def _code_problems(directory: Path, files: Mapping[str, Path | str], config: Mod
 
 @torch.no_grad()
 def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPreTrainedModel:
-    """Return the model; raise a PublishError unless it has all its weights, no others, and gives finite outputs."""
+    """Return the model; raise an InputError unless it has all its weights, no others, and gives finite outputs."""
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = load(model_class, directory, PublishError, dtype="auto", **options)
+    model, info = load(model_class, directory, dtype="auto", **options)
     for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):
         if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
-            raise PublishError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
+            raise InputError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
     config = model.config
-    with explained("the model does not run", PublishError):
+    with explained("the model does not run"):
         if config.modality == "text":
             length = min(8, getattr(config, "max_position_embeddings", 8))
             example = {"input_ids": torch.arange(length).unsqueeze(0) % config.vocab_size}
@@ -145,28 +145,28 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
             example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
         outputs = model.eval()(**example)
     if not outputs[0].float().isfinite().all():
-        raise PublishError("the model does not run: its outputs are not finite")
+        raise InputError("the model does not run: its outputs are not finite")
     return model
 
 
 @torch.no_grad()
 def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
-    """Raise a PublishError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
+    """Raise an InputError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
     is_text = model.config.modality == "text"
     if is_text and pixel_side(read_object(directory / RESULTS), model.config):
         return  # sub-pixels are token ids already and need no tokenizer
     file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
     what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
-    if not ((directory / file).is_file() if is_text else read_image_processor(directory, PublishError)):
-        raise PublishError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
-    loaded = load(auto_class, directory, PublishError)
+    if not ((directory / file).is_file() if is_text else read_image_processor(directory)):
+        raise InputError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
+    loaded = load(auto_class, directory)
     if is_text and len(loaded) > model.config.vocab_size:
-        raise PublishError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
+        raise InputError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
     if not is_text:
         picture = Image.new("RGB", pair(model.config.image_size)[::-1])
         advice = "save that with which it was trained beside it"
-        with explained(f"the model does not run on the output of its image processor; {advice}", PublishError):
+        with explained(f"the model does not run on the output of its image processor; {advice}"):
             model(pixel_values=loaded(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
-        with explained(f"{GENERATION_CONFIG_NAME}: does not load", PublishError):
+        with explained(f"{GENERATION_CONFIG_NAME}: does not load"):
             GenerationConfig.from_pretrained(directory)

@@ -17,10 +17,10 @@ from ..atomic_files import sha256
 from ..configuration_aft import AFTConfig
 from ..conversion.report import REPORT_NAME, ConversionReport
 from ..data.samples import START_TOKEN
-from ..errors import explained
+from ..errors import InputError, explained
 from ..loading import load, weights_digest
 from ..reading import read_json
-from .folder import PublishError, files_to_upload
+from .folder import files_to_upload
 
 
 # Files of the training loop and of Trainer.
@@ -97,13 +97,13 @@ def read_facts(directory: Path) -> Facts:
     """Read the facts about a saved model from its files, without results that say that they are of other weights.
 
     Raises:
-        PublishError: config.json is not that of an AFT model, or another file cannot be read.
+        InputError: config.json is not that of an AFT model, or another file cannot be read.
     """
-    config = load(AFTConfig, directory, PublishError)
+    config = load(AFTConfig, directory)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0])
     with suppress(Exception):  # of missing weights or a damaged header; the checks report it
         facts.parameters = sum(get_local_safetensors_metadata(directory).parameter_count.values()) or None
-    present = cache(partial(weights_digest, directory, PublishError))
+    present = cache(partial(weights_digest, directory))
     results = read_object(directory / RESULTS)
     facts.pixel_side = pixel_side(results, config)  # it describes the model, also if the results are of other weights
     if not {"metrics", "recipe"} & results.keys():  # another program may have written it
@@ -123,11 +123,11 @@ def read_facts(directory: Path) -> Facts:
         _read_values(TRAINER_STATE, _last_step(read_object(directory / TRAINER_STATE)), facts)
     _read_evaluations(directory, present, facts)
     if (directory / REPORT_NAME).exists():
-        facts.conversion = read_json(directory / REPORT_NAME, ConversionReport, PublishError)
+        facts.conversion = read_json(directory / REPORT_NAME, ConversionReport)
         digest = facts.conversion.files.get(SAFE_WEIGHTS_NAME)
         facts.is_unchanged = digest is None or digest == sha256(directory / SAFE_WEIGHTS_NAME)
     elif written := section(vars(config), "conversion"):
-        with explained(f"{CONFIG_NAME}: conversion cannot be read", PublishError):
+        with explained(f"{CONFIG_NAME}: conversion cannot be read"):
             facts.conversion = ConversionReport.model_validate(written)
     if facts.conversion and is_hub_id(facts.conversion.source):
         facts.base_model = facts.base_model or facts.conversion.source
@@ -136,7 +136,7 @@ def read_facts(directory: Path) -> Facts:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; it is empty if the file does not exist."""
-    return read_json(path, dict[str, Any], PublishError) if path.exists() else {}
+    return read_json(path, dict[str, Any]) if path.exists() else {}
 
 
 def section(values: dict[str, Any], key: str) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
         is_beside = "/" not in name and path.suffix == ".json" and path.is_file()
         if not is_beside or path.stat().st_size > 2**16:  # bytes; they have a few hundred
             continue
-        with suppress(PublishError):  # a file of another kind
-            record = read_json(path, Evaluations, PublishError)
+        with suppress(InputError):  # a file of another kind
+            record = read_json(path, Evaluations)
             if not _is_of(record, digest):
                 facts.outdated += [path.name] if len(record) > 1 else []
                 continue

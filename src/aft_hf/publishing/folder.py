@@ -5,10 +5,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 
-class PublishError(ValueError):
-    """Raised when a model cannot be published. The message says in one line what is wrong and what to do."""
-
-
 # Files of training and conversion that no model needs are not published. Neither are hidden files, except Git's own.
 LEFT_OUT = ["checkpoint-*", "checkpoints", "step-*", "global_step*", "runs", "logs", "wandb", "mlruns", "__pycache__"]
 LEFT_OUT += ["_run"]  # the lock of a training run: `running.ownership`

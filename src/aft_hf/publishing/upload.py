@@ -22,12 +22,12 @@ from transformers.utils import CONFIG_NAME
 
 from ..atomic_files import write_atomic
 from ..console import plain_console
-from ..errors import described, shortened
+from ..errors import InputError, described, shortened
 from ..reading import parse_header, read_text
 from .card import NO_LICENSE, README, body_of, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
-from .folder import PublishError, files_to_upload
+from .folder import files_to_upload
 
 
 # Files of an earlier model that transformers would load in place of new ones, or with them.
@@ -80,12 +80,12 @@ def publish(
         console: the rich console to print to. Default: the standard output.
 
     Raises:
-        PublishError: `repo_id` is not name/model, the directory has problems, a card on the Hub that aft-hf did not
+        InputError: `repo_id` is not name/model, the directory has problems, a card on the Hub that aft-hf did not
             write would be lost, the Hub refuses the upload or cannot be reached, or the uploaded files differ from the
             local ones. The message says what to do.
     """
     if not MODEL_ID.fullmatch(repo_id):
-        raise PublishError(f"{repo_id!r} is not the name of a repository; give name/model, such as me/my-model")
+        raise InputError(f"{repo_id!r} is not the name of a repository; give name/model, such as me/my-model")
     directory, console = Path(directory), console or plain_console()
     api = HfApi(endpoint=endpoint, token=token)
     url = f"{api.endpoint}/{repo_id}"
@@ -95,11 +95,11 @@ def publish(
     if has_config and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
         new[README] = text
     if problems := find_problems(directory, new):
-        raise PublishError(f"{directory} cannot be published: {'; '.join(problems)}")
+        raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
     kept, left_out = files_to_upload(directory)
     files = {name: path.stat().st_size for name, path in kept.items()}
     files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
-    text = new.get(README) or read_text(directory / README, PublishError).removeprefix("\ufeff")
+    text = new.get(README) or read_text(directory / README).removeprefix("\ufeff")
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.get("license")))
@@ -117,11 +117,11 @@ def publish(
         api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id, timeout=TIMEOUT)
         if private and not before.private:
-            raise PublishError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
+            raise InputError(f"{repo_id} exists and is public; make it private on the Hub, or use another name")
         there = {file.rfilename for file in before.siblings or ()}
         if README in there and is_generated(text) and (lost := _lost(api, repo_id, before, text)):
             keep = f"download it into {directory} to keep it" if lost == "text" else "give --license"
-            raise PublishError(
+            raise InputError(
                 f"{repo_id}: the {lost} of the card on the Hub, {README}, would be lost; {keep}, or delete it there"
             )
     stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
@@ -136,7 +136,7 @@ def publish(
         report = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
         differing = {each["path"] for each in report.mismatches} | {*report.extra_paths}  # also other files
         if wrong := sorted(files.keys() & differing):
-            raise PublishError(f"{wrong[0]} on the Hub is missing or differs from the local file")
+            raise InputError(f"{wrong[0]} on the Hub is missing or differs from the local file")
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
     return Publication(url, commit.oid, list(files))
 
@@ -164,13 +164,13 @@ def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:
 
 @contextmanager
 def _explained(outcome: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the Hub and the network to a one-line PublishError: the cause, what to do, and `outcome`."""
+    """Convert errors of the Hub and the network to a one-line InputError: the cause, what to do, and `outcome`."""
     session = get_session()
     before, session.timeout = session.timeout, TIMEOUT
     try:
         yield
     except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
-        raise PublishError(f"{_reason(error)} ({outcome()})") from error
+        raise InputError(f"{_reason(error)} ({outcome()})") from error
     finally:
         session.timeout = before
 

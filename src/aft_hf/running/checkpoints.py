@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
 from ..atomic_files import UNFINISHED, sha256, unfinished
-from ..errors import UnreadableError, described, explained, shortened
+from ..errors import InputError, described, explained, shortened
 from ..reading import Document, FileName, parse_json
 from .safe_loading import cause_of, data_only
 
@@ -171,7 +171,7 @@ def find_damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint, None if it is complete."""
     try:
         manifest = read_manifest(path)
-    except UnreadableError as error:
+    except InputError as error:
         return str(error)
     for name, expected in manifest.files.items():
         if sha256(path / name) != expected:
@@ -186,13 +186,13 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint; the message of an `UnreadableError` does not name the checkpoint."""
+    """Return the manifest of a checkpoint; the message of an `InputError` does not name the checkpoint."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise UnreadableError(f"no {MANIFEST}")
+        raise InputError(f"no {MANIFEST}")
     checksum, _, text = path.read_bytes().partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != checksum:
-        raise UnreadableError(f"{MANIFEST} does not match its checksum")
+        raise InputError(f"{MANIFEST} does not match its checksum")
     return parse_json(text, Manifest, MANIFEST)
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from ..atomic_files import write_atomic
-from ..errors import UnreadableError, described, shortened
+from ..errors import InputError, described, shortened
 from ..reading import read_text
 
 
@@ -88,7 +88,7 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
             TemporaryFile(dir=folder).close()
     except Timeout:
         owner = "another process"
-        with suppress(UnreadableError):  # it has not written its name yet
+        with suppress(InputError):  # it has not written its name yet
             owner = shortened(read_text(directory / OWNER)) or owner
         return f"{directory} is in use by {owner}: wait, or give another output directory"
     except OSError as error:

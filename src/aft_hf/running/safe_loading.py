@@ -17,7 +17,7 @@ from accelerate.utils import patch_environment
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from torch.distributed.checkpoint import CheckpointException, metadata
 
-from ..errors import UnreadableError, explained
+from ..errors import InputError, explained
 
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
@@ -38,21 +38,17 @@ TABLE_TYPES = {
 }
 
 
-class UnsafeCheckpointError(UnreadableError):
-    """Raised for a checkpoint with a file that could run code when it is loaded, or that cannot be checked."""
-
-
 @contextmanager
 def data_only(checkpoint: Path) -> Iterator[None]:
     """Restrict `torch.load` to data within the context, even for callers that pass `weights_only=False`.
 
-    Files of the checkpoint that can be checked without loading them are checked first. An `UnsafeCheckpointError` is
-    raised if a file is not restricted to data, or is a symlink. No code from it has then been run.
+    Files of the checkpoint that can be checked without loading them are checked first. An InputError is raised if a
+    file could run code when it is loaded, cannot be checked, or is a symlink. No code from it has then been run.
     """
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         for path in sorted(checkpoint.rglob("*")):
             if path.is_symlink():  # its target may change after the check
-                raise UnsafeCheckpointError(f"{path} is not read: it is a symlink, which checkpoints never contain")
+                raise InputError(f"{path} is not read: it is a symlink, which checkpoints never contain")
             if path.is_file():
                 _check(path)
         try:
@@ -61,7 +57,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
         except (CheckpointException, pickle.UnpicklingError) as error:
             if not isinstance(cause := cause_of(error), pickle.UnpicklingError):
                 raise cause from None
-            raise UnsafeCheckpointError(
+            raise InputError(
                 f"{checkpoint} is not read: it contains objects other than tensors and numbers, which could run code"
             ) from error
 
@@ -74,9 +70,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def _check(path: Path) -> None:
-    """Raise an UnsafeCheckpointError if a file is a pickle that contains more than data."""
+    """Raise an InputError if a file is a pickle that contains more than data."""
     # A damaged pickle can raise any error.
-    with explained(f"{path} is not read: it may hold only tensors and numbers", UnsafeCheckpointError):
+    with explained(f"{path} is not read: it may hold only tensors and numbers"):
         if path.name.endswith(SHARD_TABLE):
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file).load(), metadata.Metadata):
