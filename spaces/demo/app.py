@@ -20,9 +20,9 @@ import image_tab
 import pixel_tab
 import text_tab
 from images import MAX_MEGABYTES
-from loading import IMAGE, PIXEL, TEXT, Unavailable, kind_of, load, shipped_models
+from loading import IMAGE, PIXEL, TEXT, kind_of, load, shipped_models
 
-from aft_hf.errors import explained
+from aft_hf.errors import InputError, explained
 
 
 TITLE = "Attention Free Transformer"
@@ -36,7 +36,7 @@ def choose(given: list[str]) -> dict[str, str]:
     """The source of the model of each kind: the last one given, or that of the repository.
 
     Raises:
-        Unavailable: a given model does not exist, or is of no kind that the demo shows.
+        InputError: a given model does not exist, or is of no kind that the demo shows.
     """
     return {kind_of(source): source for source in [*shipped_models(), *given]}
 
@@ -50,13 +50,13 @@ def build_app(sources: dict[str, str]) -> gr.Blocks:
                 with gr.Tab(name, id=kind):
                     try:
                         if kind not in sources:
-                            raise Unavailable("No model is given for this tab: start the demo with --model.")
+                            raise InputError("No model is given for this tab: start the demo with --model.")
                         loaded = load(sources[kind])
                         about = f"<b>{html.escape(Path(loaded.source).name)}</b>: {html.escape(loaded.about)}"
                         gr.HTML(f'<p class="aft-about">{about} {tab.EXPECT}</p>', padding=False)
-                        with explained(f"{loaded.source}: this tab cannot show the model", Unavailable):
+                        with explained(f"{loaded.source}: this tab cannot show the model"):
                             tab.build(app, loaded)
-                    except Unavailable as error:
+                    except InputError as error:
                         gr.Markdown(str(error), elem_classes="aft-unavailable")
     return app
 
@@ -83,7 +83,7 @@ def main() -> None:
     arguments = parse_arguments()
     try:
         sources = choose(arguments.model or os.environ.get("AFT_MODELS", "").split())
-    except Unavailable as error:
+    except InputError as error:
         sys.exit(f"error: {error}")
     app = build_app(sources)
     app.launch(

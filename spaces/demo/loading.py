@@ -27,10 +27,6 @@ IMAGE, TEXT, PIXEL = "image", "text", "pixel"  # the kind of model of each tab
 SHIPPED = Path(__file__).resolve().parents[2] / "model_cards"  # in a clone of the repository
 
 
-class Unavailable(ValueError):
-    """A tab cannot show the model; the message says why."""
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A model, its image processor or tokenizer (None for pixels), and sentences from its card."""
@@ -51,27 +47,27 @@ def kind_of(source: str) -> str:
     """The kind of a model, from its config.
 
     Raises:
-        Unavailable: there is no model, or it is of no kind that the demo shows.
+        InputError: there is no model, or it is of no kind that the demo shows.
     """
     try:
         config = safely.load(AutoConfig, source)
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{source}: {described(error)}") from error
+        raise InputError(f"{source}: {described(error)}") from error
     names = config.architectures or []
     if "AFTForImageClassification" in names:
         if not chooses_a_class(config):
-            raise Unavailable(f"{source}: the demo shows image classifiers that choose one of several classes.")
+            raise InputError(f"{source}: the demo shows image classifiers that choose one of several classes.")
         return IMAGE
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return PIXEL if pixel_side(config) else TEXT
-    raise Unavailable(f"{source}: the demo shows AFTs that classify images, and language models, not {names}.")
+    raise InputError(f"{source}: the demo shows AFTs that classify images, and language models, not {names}.")
 
 
 def load(source: str) -> Loaded:
     """Load a model from a directory or the Hub, without running code of its files.
 
     Raises:
-        Unavailable: the model does not exist, or its files cannot be loaded.
+        InputError: the model does not exist, or its files cannot be loaded.
     """
     kind = kind_of(source)
     auto = AutoModelForImageClassification if kind == IMAGE else AutoModelForCausalLM
@@ -80,9 +76,9 @@ def load(source: str) -> Loaded:
         processor = safely.load(companion, source) if companion else None
         model = safely.load(auto, source, dtype="float32").eval()
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{source}: {described(error)}") from error
+        raise InputError(f"{source}: {described(error)}") from error
     if kind == IMAGE and not isinstance(model, aft_hf.AFTForImageClassification):
-        raise Unavailable(f"{source} is a {type(model).__name__}, not an AFT.")
+        raise InputError(f"{source} is a {type(model).__name__}, not an AFT.")
     return Loaded(source, model, processor, describe(source, model))
 
 

@@ -14,6 +14,8 @@ from saved_models import changed
 from tiny_models import image_model
 from transformers import BloomConfig, BloomForCausalLM
 
+from aft_hf.errors import InputError
+
 
 gr = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -c constraints.txt -e '.[demo]'")
 ROOT = Path(__file__).parents[2]
@@ -189,20 +191,20 @@ def test_images_of_several_visitors_are_computed_at_the_same_time(models):
 
 
 def test_a_model_that_no_tab_can_show_is_refused(tmp_path):
-    from loading import SHIPPED, Unavailable, load
+    from loading import SHIPPED, load
 
-    with pytest.raises(Unavailable, match="nowhere"):
+    with pytest.raises(InputError, match="nowhere"):
         load(str(tmp_path / "nowhere"))
-    with pytest.raises(Unavailable, match="classify images, and language models"):
+    with pytest.raises(InputError, match="classify images, and language models"):
         load(str(SHIPPED / "cifar10-vit"))
 
 
 @pytest.mark.parametrize("classes", [{"num_labels": 1}, {"problem_type": "multi_label_classification"}], ids=str)
 def test_a_classifier_that_does_not_choose_one_of_several_classes_is_refused(classes, models, tmp_path):
-    from loading import Unavailable, kind_of
+    from loading import kind_of
 
     image_model(**classes).save_pretrained(tmp_path)
-    with pytest.raises(Unavailable, match="choose one of several classes"):
+    with pytest.raises(InputError, match="choose one of several classes"):
         kind_of(str(tmp_path))
 
 
