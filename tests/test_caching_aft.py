@@ -107,18 +107,20 @@ def test_large_keys_are_remembered_as_they_are(model, scale):
         assert_near(torch.cat(pieces, 1), mixer(hidden), tolerance=2e-6 * scale)
 
 
-@torch.no_grad()
-def test_nan_in_padding_of_a_prompt_or_a_piece_is_an_average_of_0(model):
+def test_nan_in_padding_gives_averages_of_0_and_reaches_no_token_of_later_or_earlier_pieces(model):
     padding = torch.zeros(3, 24, dtype=torch.bool)
-    padding[0, :7], padding[1, 9:12], padding[2, 15:] = True, True, True
-    hidden = torch.randn(3, 24, model.config.hidden_size)
+    padding[0, :10], padding[1, 10:12], padding[2, 15:] = True, True, True  # whole pieces, too
+    hidden, pieces = torch.randn(3, 24, model.config.hidden_size), [10, 1, 13]
     for layer in model.aft.layers:
-        outputs = []
+        outputs, gradients = [], []
         for value in (0.0, torch.nan):
-            state, x = AFTLayerState(layer.mixer.state_window), hidden.masked_fill(padding.unsqueeze(-1), value)
-            pieces = zip(x.split([10, 1, 13], 1), padding.logical_not().split([10, 1, 13], 1))
-            outputs.append(torch.cat([layer.mixer(y, attention_mask=mask, state=state) for y, mask in pieces], 1))
+            state = AFTLayerState(layer.mixer.state_window)
+            x = hidden.masked_fill(padding.unsqueeze(-1), value).requires_grad_()
+            given = zip(x.split(pieces, 1), padding.logical_not().split(pieces, 1))
+            outputs.append(torch.cat([layer.mixer(y, attention_mask=mask, state=state) for y, mask in given], 1))
+            gradients.append(torch.autograd.grad(outputs[-1].square().sum(), x)[0][~padding])
         assert_near(*reversed(outputs))
+        assert_near(*reversed(gradients))
 
 
 @torch.no_grad()

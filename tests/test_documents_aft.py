@@ -59,7 +59,7 @@ def test_position_ids_of_padded_rows_as_gpt_2_takes_them_are_one_document():
 def test_padding_between_tokens_of_a_document_moves_behind_them():
     actual = seen(torch.tensor([[0, 1, 0, 1, 1]]), 1, 5)
     order, back = actual.order
-    assert actual.first is None and order.tolist() == [[1, 3, 4, 4, 4]]
+    assert actual.first is None and order.tolist() == [[1, 3, 4, 0, 2]]
     assert order.gather(1, back)[actual.real].tolist() == [1, 3, 4]
     assert actual.position[0, [1, 3, 4]].tolist() == [0, 1, 2]
 

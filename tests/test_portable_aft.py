@@ -38,8 +38,8 @@ def assert_equal_to_the_reference(mixer, x, largest_bias=1.0, **options):
 
 @pytest.fixture
 def convolved(monkeypatch):
-    """Make the backend use convolutions."""
-    monkeypatch.setattr(portable, "_convolves", lambda biases: True)
+    """Make the backend use convolutions: no table fits."""
+    monkeypatch.setattr(portable, "LARGEST_GRID_TABLE", 0)
 
 
 def on_grid(size, dtype=torch.float32, heads=2):
@@ -53,12 +53,14 @@ def on_grid(size, dtype=torch.float32, heads=2):
 @pytest.mark.parametrize("size", (1, 3, 7, 25), ids=lambda size: f"kernel {size}")
 @pytest.mark.parametrize("heads", (1, 2, WIDTH))
 @pytest.mark.parametrize("grid_size", (GRID, (1, 4), (5, 1)), ids=str)
-def test_a_convolution_is_eq_2(size, heads, grid_size, convolved):
+def test_a_grid_too_large_for_a_table_is_convolved(size, heads, grid_size, convolved):
     x = torch.randn(2, grid_size[0] * grid_size[1], WIDTH)
     assert_equal_to_the_reference(on_grid(size, heads=heads), x, grid_size=grid_size)
     assert_equal_to_the_reference(on_grid(size, torch.float64, heads), x.double(), grid_size=grid_size)
     per_feature = Mixing(x, x.flip(1), heads, GridKernel(torch.randn(heads, size, size), grid_size))
     torch.testing.assert_close(mix(per_feature, "portable"), mix(per_feature, "reference"))
+    row = Mixing(x, x.flip(1), heads, GridKernel(torch.randn(heads, 1, size), (1, x.shape[1])))  # a 1-D kernel
+    torch.testing.assert_close(mix(row, "portable"), mix(row, "reference"))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +81,8 @@ def test_a_convolution_is_exact_where_all_biases_of_a_kernel_are_far_from_0(grid
 @pytest.mark.parametrize(
     "lowest, highest", [(-1.0, 0.0), (-20.0, 0.0), (-50.0, 50.0), (-150.0, 150.0), (-150.0, -50.0)]
 )
-def test_a_large_grid_is_exact_where_biases_are_very_negative_or_span_more_than_75(lowest, highest, size, monkeypatch):
+def test_a_convolution_is_exact_where_biases_are_very_negative_or_span_more_than_75(lowest, highest, size, convolved):
     """exp(w) - 1, as the paper prints Eq. 6, would round away a small exp(w)."""
-    monkeypatch.setattr(portable, "LARGEST_GRID_TABLE", 0)
     mixer = on_grid(size)
     torch.nn.init.uniform_(mixer.kernel, lowest, highest)
     if (size, highest) == (25, -50.0):  # most queries do not see the largest bias, from the first patch to the last
@@ -171,8 +172,3 @@ def test_few_lost_queries_are_computed_again_alone(monkeypatch):
     exact_biases = Window(u.double(), v.double(), size=32)
     exact = mix(Mixing(key.double(), value.double(), 1, exact_biases), "reference")
     torch.testing.assert_close(output.double(), exact, atol=1e-4, rtol=0)
-
-
-def test_a_large_grid_is_convolved_if_no_kernel_covers_it():
-    for size, columns, expected in ((11, 24, True), (25, 24, False), (11, 14, False), (25, 64, True)):
-        assert portable._convolves(GridKernel(torch.zeros(16, size, size), (columns, columns))) == expected

@@ -347,7 +347,8 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and self.modality == "text" and not 0 <= token < self.vocab_size:
                     raise ValueError(
-                        f"{name}={token} is not in 0 .. {self.vocab_size - 1}: set vocab_size=len(tokenizer), or this"
+                        f"{name}={token} is not in 0 .. {self.vocab_size - 1}: set vocab_size=len(tokenizer), or "
+                        f"another {name}"
                     )
         if self.modality == "text" and (self.use_cls_token or self.pooling):
             given = f"use_cls_token={self.use_cls_token}, pooling={self.pooling!r}"

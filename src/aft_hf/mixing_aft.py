@@ -60,8 +60,8 @@ class Visibility:
             tokens of a document, or may do so in a traced program.
         is_packed: whether rows may hold several documents.
         longest: the length of the longest document; None in a traced program.
-        order: for rows without packed documents, (2, B, T) indices into the tokens of the batch: the real tokens of
-            each row, the last one repeated, and their places in that order.
+        order: for rows without packed documents, (2, B, T) indices into the tokens of the batch, which move padding
+            behind the real tokens of each row, and back.
     """
 
     real: Tensor
@@ -114,10 +114,8 @@ class Visibility:
             return None
         order = None
         if not packed:
-            last = (real.sum(1, keepdim=True) - 1).clamp_min(0)
-            order = (~real).long().argsort(stable=True).gather(1, torch.minimum(places, last))
             rows = length * torch.arange(batch, device=like.device).unsqueeze(1)
-            order = rows + torch.stack([order, position])
+            order = rows + torch.stack([(~real).long().argsort(stable=True), position])
         first = None if has_holes else first_seen.masked_fill(~real, length)
         return cls(real, begins.cumsum(1), position, first, bool(packed), longest, order)
 
@@ -418,19 +416,19 @@ def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
 
 
 def without_padding(problem: Mixing) -> tuple[Mixing, Callable[[Tensor], Tensor]]:
-    """Hide the padding of rows without packed documents. If the order of tokens counts, the real ones come first, then
-    copies of the last one. Return the problem, and a function that undoes that for averages, with 0 for padding.
+    """Hide the padding of rows without packed documents, behind their real tokens if the order of tokens counts.
+    Return the problem, and a function that returns its averages to their places, with 0 for padding.
     """
     seen: Any = problem.visibility
     tensors: Any = problem.query, problem.key, problem.value
     padding, moves = ~seen.real.unsqueeze(-1), problem.biases.ordered or problem.causal
+    hidden = padding
     if moves:
         tensors = [x if x is None else _tokens(x, seen.order[0]) for x in tensors]
+        hidden = padding.flatten(0, 1)[seen.order[0]]
     query, key, value = tensors
-    query = query if moves or query is None else query.masked_fill(padding, 0.0)
-    if not problem.causal:
-        behind = torch.arange(problem.length, device=key.device) >= seen.real.sum(1, keepdim=True)
-        key, value = hide(key, value, behind.unsqueeze(-1) if moves else padding)
+    key, value = hide(key, value, hidden)
+    query = query if query is None else query.masked_fill(hidden, 0.0)
 
     def restored(context: Tensor) -> Tensor:
         return (_tokens(context, seen.order[1]) if moves else context).masked_fill(padding, 0.0)

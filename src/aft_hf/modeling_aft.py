@@ -422,7 +422,7 @@ class AFTModel(AFTPreTrainedModel):
             return None
         device, layers = self.layernorm.weight.device, cast(Any, zip(self.layers, self._mixers))
         layers = [layer for layer, mixer in layers if hasattr(mixer, "kernel")]
-        # FSDP has hooks on layers, others have hooks on mixers.
+        # A call runs the hooks that load parameters: FSDP has them on layers, offloading on mixers.
         parts = [(x.mixer if type(x) is AFTLayer else x)(None).to(device) for x in layers]
         return torch.stack(parts).sum() if parts else None
 

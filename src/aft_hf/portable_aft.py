@@ -381,7 +381,7 @@ CHUNK_SIZE = 32
 # New tokens that continue a state are seen by one table if there are at most this many, or in pieces of this size.
 PIECE_SIZE = 128
 
-# Grids whose table exp(w) has more entries may be convolved, see `_convolves`.
+# Grids are convolved, where that is precise, if their table exp(w) has more entries than this (`_convolves`).
 LARGEST_GRID_TABLE = 2**22
 
 
@@ -691,13 +691,11 @@ def pairwise(key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None) -
 
 
 def _convolves(biases: GridKernel) -> bool:
-    """Whether a grid is convolved: its table is large, its kernel is smaller, and a convolution is precise or values
-    cannot be read.
-    """
+    """Whether a grid is convolved: its table is too large, and a convolution is precise or values cannot be read."""
     if torch.compiler.is_exporting():  # the program serves all sizes
         return True
-    kernels, positions = biases.kernels, math.prod(biases.grid_size)
-    if len(kernels) * positions**2 <= LARGEST_GRID_TABLE or positions <= kernels[0].numel():
+    kernels = biases.kernels
+    if len(kernels) * math.prod(biases.grid_size) ** 2 <= LARGEST_GRID_TABLE:
         return False
     return not _ask_now(lambda: kernels.amax().clamp_min(0.0) - kernels.amin() > LARGEST_SPAN, kernels)
 
@@ -710,19 +708,19 @@ def _convolution(key: Tensor, value: Tensor, biases: GridKernel) -> Tensor:
     Biases are clamped to at least the largest bias minus `LARGEST_SPAN`.
     """
     kernel, grid_size = biases.kernels.to(key.dtype), biases.grid_size
-    size, width = kernel.shape[-1], value.shape[-1]
+    reach, width = [size // 2 for size in kernel.shape[1:]], value.shape[-1]
     weights = torch.exp(key - key.detach().amax(1, keepdim=True).clamp_min(EMPTY))
     features = torch.cat([weights * value, weights], -1)  # (h, T, B, c + k)
     features = features.permute(2, 3, 0, 1).unflatten(-1, grid_size)  # (B, c + k, h, rows, columns)
 
-    near_row, near_column = (_near(n, size // 2, features) for n in grid_size)
+    near_row, near_column = (_near(n, radius, features) for n, radius in zip(grid_size, reach))
     # Both parts are relative to the largest bias: that of the kernel, or 0 if some positions lie outside the kernel.
     covered = near_row.all() & near_column.all()
     maximum = kernel.detach().amax((-2, -1), keepdim=True)
     maximum = torch.where(covered, maximum, maximum.clamp_min(0.0))
     table = torch.exp((kernel - maximum).clamp_min(-LARGEST_SPAN))
     inside = nn.functional.conv2d(
-        features.flatten(0, 1), table.unsqueeze(1), padding=size // 2, groups=kernel.shape[0]
+        features.flatten(0, 1), table.unsqueeze(1), padding=reach, groups=kernel.shape[0]
     ).view_as(features)
     outside = near_row @ (features @ (1 - near_column)) + (1 - near_row) @ features.sum(-1, keepdim=True)
     sums = inside + outside * torch.exp(-maximum.clamp(0.0, LARGEST_SPAN))

@@ -20,7 +20,7 @@ from .. import modeling_aft
 from ..caching_aft import SUMS_AND_WINDOW, AFTCache, AFTLayerState
 from ..mixers_aft import AFTMixer
 from ..mixing_aft import PACKING_INPUTS, Mixing, mix, mix_causal, without_padding
-from ..portable_aft import hide, read, split_heads
+from ..portable_aft import read, split_heads
 from ..position_biases_aft import GridKernel, widen
 from .exchange import state_at_end, with_past
 from .shards import Shard, gather_shards, group_of
@@ -289,19 +289,15 @@ class SequenceShard(Shard):
     def mix(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> Tensor:
         """Compute Eq. 2 for the queries of this shard, (B, T, d), and set the state to that at the end of the rows."""
         self.check(mixer, problem, state)
-        query, seen, restored = problem.query, self.visibility, None
-        problem = replace(problem, visibility=seen, query=None)
-        if seen is not None:  # the exchange takes rows whose real tokens come first, with hidden ones behind
+        problem, restored = replace(problem, visibility=self.visibility), None
+        if self.visibility is not None:  # the exchange takes rows whose real tokens come first
             problem, restored = without_padding(problem)
-            behind = torch.arange(self.length, device=self.device) >= seen.real.sum(1, keepdim=True)
-            key, value = hide(problem.key, problem.value, behind.unsqueeze(-1))
-            problem = replace(problem, key=key, value=value)
+        query, problem = problem.query, replace(problem, query=None)
         if state is not None:
             self.take_in(state, problem)
         context = (_mix_causal if problem.causal else _mix_rows)(self, problem, mixer.mixing_implementation)
-        if restored is not None:
-            context = restored(context)
-        return context if query is None else torch.sigmoid(query) * context
+        context = context if query is None else torch.sigmoid(query) * context
+        return context if restored is None else restored(context)
 
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""
