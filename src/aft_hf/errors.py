@@ -66,7 +66,7 @@ def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda ke
         parts = enumerate(problem["loc"])
         key = ".".join(str(part) for i, part in parts if not TYPE.fullmatch(str(part)) or (is_unknown and i == last))
         message = re.sub("^[A-Z][a-z]+ should ", "must ", problem["msg"].removeprefix("Value error, "))
-        message = message.replace(" after validation", "")
+        message = message.replace(" after validation", "").replace("a valid boolean", "true or false")
         number = {"int_type": r"[-+]?\d+", "float_type": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"}.get(problem["type"])
         if number and isinstance(problem["input"], str) and re.fullmatch(number, problem["input"]):
             message += " without quotes"

@@ -172,8 +172,8 @@ def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, mo
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [
-        ("vit", "biases", [], "model_type='vit', not 'aft'"),
-        ("image", "attention", [], "has the type 'aft'; give one of vit, deit"),
+        ("vit", "biases", [], "is a vit, not an AFT; for a ViT or DeiT, give the kind attention"),
+        ("image", "attention", [], "is an AFT; give the kind biases or keys, or a ViT"),
         ("image", "biases", ["--images", "images", "--text", "a"], "--images needs the kind attention or keys"),
         ("vit", "attention", ["--values", "w", "--text", "a"], "--values needs the kind biases, --text"),
         ("text", "losses", ["--layers", "1", "--heads", "16"], "--layers needs the kind biases or attention or keys"),

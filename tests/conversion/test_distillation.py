@@ -162,6 +162,7 @@ def test_minutes_are_a_budget_that_interrupted_runs_share(source, images, tmp_pa
     [
         ({"minutes": 1}, "give either steps or minutes"),
         ({"steps": 0}, "steps=0: must be greater than 0"),
+        ({"steps": np.int64(2)}, "steps=np.int64.2.: must be a valid integer"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be"),
         ({"augmentation": "rotate"}, "augmentation='rotate': must be 'none', 'shift'"),
     ],

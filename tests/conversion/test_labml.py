@@ -136,6 +136,10 @@ def test_an_unknown_activation_is_not_said_to_be_a_fault_of_the_weights():
     ("change", "message"),
     [
         (lambda state: state.pop("encoder.norm.bias"), "aft.layernorm.bias"),
+        (
+            lambda state: state.update({"encoder.norm.bias": torch.zeros(WIDTH).half()}),
+            "one dtype, got torch.float16, torch.float32",
+        ),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"].fill_(True), "must be the same window"),
         (lambda state: state["encoder.layers.1.self_attn.local_mask"][1].fill_(False), "must be the same window"),
         (lambda state: state.clear(), r"give model\.state_dict\(\)"),

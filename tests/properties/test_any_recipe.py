@@ -95,7 +95,9 @@ FOUND = {
     "an alias of itself": ("a: &a [*a]", (), "aliases (*) are not supported"),
     "100,000 lists": ("[" * 100_000, (), "not YAML"),
     "a long integer": ("seed: " + "1" * 5_000, (), "not YAML"),
-    "a base that is empty": ("base: ''", (), "is not a regular file"),
+    "a base that is empty": ("base: ''", (), "base=''"),
+    "a base that no file can have": ('base: "a\\0b"', (), "a text must not contain"),
+    "an override of 10,000 levels": ("{}", ("a." * 10_000 + "a=1",), "is not an override"),
     "a missing base": ("base: other.yaml", (), "other.yaml: no such file"),
     "no text": (b"\xff\xfe\x00", (), "is not UTF-8 text"),
 }

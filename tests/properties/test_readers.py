@@ -143,7 +143,7 @@ FOUND = [
     ("evaluate vit", PROCESSOR, ("image_std",), [0, 0, 0], "not finite"),
     ("publish converted", "conversion_report.json", ("tensors",), 5, "tensors=5"),
     ("train", "recipe.yaml", ("task",), [1], "task=[1]"),
-    ("train", "recipe.yaml", ("base",), ["a"], "/['a']: no such file"),
+    ("train", "recipe.yaml", ("base",), ["a"], "base=['a']"),
     ("train", "recipe.yaml", ("base",), "recipe.yaml", "leads back"),
 ]
 

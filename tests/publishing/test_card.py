@@ -348,6 +348,10 @@ def test_what_is_new_is_to_be_trained_unless_it_was(directory):
     (directory / "conversion_report.json").write_text(report.model_dump_json())
     text = str(build_card(directory))
     assert "distilled from its source on 24 unlabeled images in 3 steps" in text and "untrained" not in text
+    for wrong in (True, "24", 10**400, float("nan"), None):
+        report = {"source": "someone/vit", "options": {"distillation": done | {"images": wrong}}, "tensors": []}
+        (directory / "conversion_report.json").write_text(json.dumps(REPORT | report))
+        assert "distilled" not in str(build_card(directory))
 
 
 def test_the_architecture_is_what_differs_from_the_default(directory):

@@ -40,8 +40,11 @@ def test_numbers_may_be_written_as_people_do(recipe):
     assert load_recipe(recipe, ["steps=1_000"]).steps == 1000
 
 
-def test_the_precision_no_needs_no_quotes_though_yaml_reads_a_boolean(recipe):
+def test_scalars_have_the_types_of_yaml_1_2(recipe):
     assert load_recipe(recipe, ["mixed_precision=no"]).mixed_precision == "no"
+    for text in ("yes", "0x10", "1:30", "2020-01-01", "2020_", "1__2", "_1", "1_.5", "e5"):
+        assert load_recipe(recipe, [f"notes={text}"]).notes == text
+        assert load_recipe(recipe, [f"notes={text!r}"]).notes == text
 
 
 def test_overrides_reach_into_sections_and_come_after_smoke(recipe):
@@ -111,6 +114,10 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
         ("optimizer.learning_rate='1.5.2'", r"^optimizer.learning_rate='1.5.2': must be a valid number$"),
         ("optimizer.learning_rate='1e-3'", r"^optimizer.learning_rate='1e-3': must be a valid number without quotes$"),
         ("steps=1:30", r"^steps='1:30': must be a valid integer$"),
+        ("compile=yes", r"^compile='yes': must be true or false$"),
+        (r'output_dir="a\0b"', r"^output_dir=.*: line 1: a text must not contain '\\x00', got 'a\\x00b'"),
+        (r'output_dir="\ud800"', r"^output_dir=.*: line 1: a text must not contain '\\ud800'"),
+        (r'model={"a\0b": 1}', r"^model=.*: line 1: a text must not contain '\\x00'"),
         ("task=byte", r"^task='byte': must be one of bytes, tokens, pixels, images$"),
         ("output_dir=null", r"^output_dir=None: must be a valid string$"),
         ("steps", r"^'steps' is not an override: write key=value"),

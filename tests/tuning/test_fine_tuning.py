@@ -13,10 +13,11 @@ from transformers import (
     PoolFormerConfig,
     PoolFormerForImageClassification,
     TrainingArguments,
+    ViTConfig,
 )
 from transformers.testing_utils import CaptureLogger
 
-from aft_hf.data.classes import logger
+from aft_hf.data.classes import logger, teacher_classes
 from aft_hf.training import build_optimizer
 from aft_hf.tuning.fine_tuning import FineTuner, distillation_loss
 
@@ -116,7 +117,7 @@ def test_distillation_losses_are_those_of_deit(weight, temperature):
     assert logits.grad.isfinite().all() and taught.grad is None
     same = taught.bfloat16()  # summed in float32
     assert distillation_loss(torch.tensor(0.0), same, same).item() == pytest.approx(0, abs=1e-6)
-    for wrong in ({"weight": 1.5}, {"temperature": 0.0}):
+    for wrong in ({"kind": "medium"}, {"weight": 1.5}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             distillation_loss(torch.tensor(2.0), logits, taught, **wrong)
 
@@ -178,6 +179,16 @@ NAMED = {"num_labels": 2, "id2label": {0: "cat", 1: "dog"}}
 NUMBERED = [str(number) for number in range(11)]
 
 
+def test_classes_numbered_from_1_on_are_matched_by_place_with_names():
+    named, numbered = (ViTConfig(id2label=dict(enumerate(names))) for names in (("cat", "dog"), ("1", "2")))
+    for teacher, model in ((named, numbered), (numbered, named)):
+        with CaptureLogger(logger) as log:
+            assert teacher_classes(teacher, model) == [0, 1]
+        assert "are matched by number" in log.out
+    with pytest.raises(ValueError, match="both need the same classes"):
+        teacher_classes(numbered, ViTConfig(id2label={0: "0", 1: "1"}))
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "numbers"),
     [
@@ -188,7 +199,13 @@ NUMBERED = [str(number) for number in range(11)]
         # As folders are sorted.
         ({i: f"LABEL_{i}" for i in range(11)}, dict(enumerate(sorted(NUMBERED))), [0, 1, 10, *range(2, 10)]),
     ],
-    ids=["other order of lines", "sorted as text", "names under other numbers", "labels", "numbers as names"],
+    ids=[
+        "other order of lines",
+        "sorted as text",
+        "names under other numbers",
+        "labels",
+        "numbers as names",
+    ],
 )
 def test_classes_of_the_teacher_are_matched_to_those_of_the_model_by_name_or_number(tmp_path, theirs, ours, numbers):
     model, batch = classifier(id2label=ours, num_labels=len(ours)).train(), collated(2)

@@ -115,13 +115,18 @@ def _losses(checkpoint: str) -> "Figure":
 
 def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
+    if (kind := read_config(checkpoint).model_type or "model of timm") != "aft":
+        raise ValueError(f"{checkpoint}: is a {kind}, not an AFT; for a ViT or DeiT, give the kind attention")
     architecture = (load(AFTConfig, checkpoint).architectures or [""])[0]
     return load({each.__name__: each for each in HEADS}.get(architecture, AFTModel), checkpoint).eval()
 
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    if not Path(checkpoint).is_file() and read_config(checkpoint).model_type == "beit":
+    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type
+    if kind == "aft":
+        raise ValueError(f"{checkpoint}: is an AFT; give the kind biases or keys, or a ViT, DeiT or BEiT")
+    if kind == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)

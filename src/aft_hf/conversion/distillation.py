@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn.functional import kl_div, log_softmax, mse_loss
 from tqdm import tqdm
@@ -27,8 +27,9 @@ from ..data.classes import require_a_class, teacher_classes
 from ..data.image_size import pixel_values, resized_processor
 from ..data.images import build_augmentation
 from ..data.samples import GlobalBatches, sum_arrays, sum_images
+from ..errors import explain
 from ..modeling_aft import AFTForImageClassification
-from ..reading import Document, parse_json
+from ..reading import Document
 from ..running.checkpoints import Checkpoints, read_manifest, refuse_changes
 from ..running.ownership import join_processes
 from ..running.steps import Training, take_steps
@@ -121,7 +122,10 @@ def distill(
 
 def check_distillable(source: VisionTransformerSource, images: Sequence[Any], **options: Any) -> DistillationOptions:
     """Return the checked options of `distill`; raise its errors that need no model."""
-    settings = parse_json(json.dumps(options), DistillationOptions, "distillation")
+    try:
+        settings = DistillationOptions(**options)
+    except ValidationError as problems:
+        raise ValueError(f"distillation: {explain(problems)}") from problems
     if (settings.steps is None) == (settings.minutes is None):
         raise ValueError(f"distillation: give either steps or minutes, got {settings.steps} and {settings.minutes}")
     if not source.heads:

@@ -44,9 +44,9 @@ class ImagesOnDisk(Sequence[Image.Image]):
             columns = [name for name, feature in rows.features.items() if is_image(feature)]
             column = columns[0] if len(columns) == 1 else "image"
             if column not in (columns or rows.column_names):
-                found = "several columns hold images" if columns else "no column holds images"
                 names = shortened(", ".join(columns or rows.column_names))
-                raise ValueError(f'{path}: {found}: {names}; name the one to read "image"')
+                several = f'several columns hold images: {names}; name the one to read "image"'
+                raise ValueError(f"{path}: {several if columns else f'no column holds images: {names}'}")
             self.images = rows[column]  # decodes an image when it is accessed
 
     def __len__(self) -> int:

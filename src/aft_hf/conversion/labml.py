@@ -6,6 +6,7 @@ models are the pre-norm blocks of labml_nn.transformers between an embedding (`s
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,12 +57,20 @@ def convert_labml(
         ValueError: `hidden_act` is unknown.
     """
     AFTConfig(hidden_act=hidden_act)  # an unknown one is not a fault of the weights
-    instead = "give model.state_dict(), whose names have no prefix (module., _orig_mod.)"
-    with explained(f"the weights are not those of labml's AFT-local; {instead}"):
+    with explained("the weights are not those of labml's AFT-local"):
+        has_masks = any(re.fullmatch(r"(encoder\..+\.)?local_mask", str(name)) for name in state_dict)
+        if not has_masks or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
+            raise InputError(
+                "these are not the weights of labml's AFT-local; give model.state_dict(), whose names have no prefix "
+                "(module., _orig_mod.) before local_mask or encoder, and whose values are tensors"
+            )
         tensors = {renamed(name, NAMES): value for name, value in state_dict.items()}
         if len(tensors) < len(state_dict):
             raise InputError("two names in the state dict stand for the same tensor; remove one of them")
         masks = [tensors.pop(name).cpu() for name in list(tensors) if name.endswith("local_mask")]
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) != 1:
+            raise InputError(f"the weights must have one dtype, got {', '.join(sorted(map(str, dtypes)))}")
         length, window = len(masks[0]), int(masks[0][0].sum())
         inside = (torch.arange(length)[:, None] - torch.arange(length)).abs() < window
         if not all(torch.equal(mask, inside) for mask in masks):
@@ -69,7 +78,7 @@ def convert_labml(
         for name in tensors:
             if name.endswith("position_bias_table"):
                 tensors[name] = tensors[name].unsqueeze(0)
-        (dtype,) = {tensor.dtype for tensor in tensors.values()}  # others would be converted
+        (dtype,) = dtypes
         if "position_bias_table" in tensors:  # a layer
             options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}
             layer = AFTLocal(len(tensors["o_proj.bias"]), length, window, causal=causal, **options).to(dtype)

@@ -8,7 +8,7 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import apply_renamings
 
-from ..errors import InputError, explained
+from ..errors import InputError
 from ..position_biases_aft import widen
 
 
@@ -82,11 +82,15 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
                 )
             vit[each] = Part(part, (name,))
     for module, scale in scales.items():
-        with explained(f"{source}: the layer scale {scale} does not fit {module}"):
-            for name in {f"{module}.weight", f"{module}.bias"} & vit.keys():
-                unscaled, sources = vit[name]
-                scaled = torch.einsum("o,o...->o...", widen(tensors[scale]), widen(unscaled))
-                vit[name] = Part(scaled.to(unscaled.dtype), (*sources, scale))
+        for name in {f"{module}.weight", f"{module}.bias"} & vit.keys():
+            unscaled, sources = vit[name]
+            if tensors[scale].shape != unscaled.shape[:1]:
+                raise InputError(
+                    f"{source}: the layer scale {scale} has the shape {tuple(tensors[scale].shape)}, which does not "
+                    f"fit {sources[0]} of the shape {tuple(unscaled.shape)}; save the state dict of the whole model"
+                )
+            scaled = torch.einsum("o,o...->o...", widen(tensors[scale]), widen(unscaled))
+            vit[name] = Part(scaled.to(unscaled.dtype), (*sources, scale))
     # A distilled DeiT predicts the mean of two heads. timm calls the first of them as the only head of others.
     if DISTILLATION_TOKEN in vit and "distillation_classifier.weight" in vit:
         for kind in ("weight", "bias"):

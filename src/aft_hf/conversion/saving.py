@@ -102,7 +102,7 @@ def save_converted(
 
 
 def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any, report: ConversionReport) -> None:
-    """Write a conversion aside, verify it, and move its files to `directory`, or change nothing."""
+    """Write a conversion aside, verify it, and move its files to `directory`."""
     lock = directory / LOCK
     with explained(f"cannot write to {directory}"), FileLock(lock, timeout=0):
         try:

@@ -77,7 +77,9 @@ class VisionTransformerSource:
     @property
     def heads(self) -> int:
         """The number of classifier heads: none, one, or the two of a distilled DeiT."""
-        return 1 if "classifier.weight" in self.parts else 2 * ("distillation_classifier.weight" in self.parts)
+        if "classifier.weight" in self.parts:
+            return 1
+        return 2 if self.config.model_type == "deit" and "distillation_classifier.weight" in self.parts else 0
 
     def to_transformers(self) -> PreTrainedModel:
         """Return the model of transformers that is equivalent to this checkpoint, in evaluation mode.
@@ -166,8 +168,8 @@ def read_source(
             is_own = not isinstance(source, PreTrainedModel) and bool(read_image_processor(name))
             if is_own:  # a damaged image processor is an error: its means and sizes matter
                 processor = load(AutoImageProcessor, name)
-            known = pair(config.image_size), config.num_attention_heads
-            if (pair(source_image_size or known[0]), source_num_heads or known[1]) != known:
+            other_size = source_image_size and pair(source_image_size) != pair(config.image_size)
+            if other_size or source_num_heads not in (None, config.num_attention_heads):
                 given = "source_image_size and source_num_heads (--source-image-size, --source-num-heads)"
                 raise InputError(f"{name}: its config has the image size and the heads; leave out {given}")
     if config.num_channels != 3:

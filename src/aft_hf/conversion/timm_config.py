@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, FiniteFloat
+from pydantic import Field, FiniteFloat
 from torch import nn
 from transformers import DeiTConfig, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
@@ -37,9 +37,9 @@ Labels = list[str] | dict[str, str]
 Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
 Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
-# Keys of the labels in any version of timm, the current one first.
-NAMES, DESCRIPTIONS = ("label_names", "labels", "label_name"), ("label_descriptions", "display_name")
-BESIDE = {*NAMES, *DESCRIPTIONS, "global_pool"}
+BESIDE = {"label_names", "label_descriptions", "global_pool"}
+# Keys of earlier versions of timm.
+RENAMED = {"labels": "label_names", "label_name": "label_names", "display_name": "label_descriptions"}
 
 
 class PretrainedConfig(Document):
@@ -52,8 +52,8 @@ class PretrainedConfig(Document):
     mean: Mean = list(IMAGENET_DEFAULT_MEAN)
     std: Std = list(IMAGENET_DEFAULT_STD)
     global_pool: str | None = None
-    label_names: Labels = Field({}, validation_alias=AliasChoices(*NAMES))
-    label_descriptions: dict[str, str] = Field({}, validation_alias=AliasChoices(*DESCRIPTIONS))
+    label_names: Labels = {}
+    label_descriptions: dict[str, str] = {}
 
 
 class ModelArgs(Document):
@@ -76,21 +76,26 @@ class TimmConfig(Document):
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     """Return a config of timm; raise an InputError unless it is that of a ViT or DeiT with a class token.
 
-    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
-    and entries beside `pretrained_cfg` replace those in it.
+    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself,
+    and some under other names; and entries beside `pretrained_cfg` replace those in it.
     """
-    stated = json.loads(
-        json.dumps(config), object_hook=lambda entries: {key: x for key, x in entries.items() if x is not None}
-    )
+
+    def current(entries: dict[str, Any]) -> dict[str, Any]:
+        stated = {key: value for key, value in entries.items() if value is not None}
+        return {RENAMED[key]: stated[key] for key in RENAMED if key in stated} | stated
+
+    stated = json.loads(json.dumps(config), object_hook=current)
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
     checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}")
     if not re.fullmatch(ARCHITECTURES, checked.architecture or ""):
-        given = checked.architecture
-        raise InputError(f"{name}: timm's {given!r} cannot be converted; give one such as deit_base_patch16_224")
+        raise InputError(
+            f"{name}: timm's {checked.architecture!r} cannot be converted; give a plain ViT or DeiT such as "
+            "deit_small_patch16_224 or deit3_base_patch16_384"
+        )
     pooling = checked.model_args.global_pool or checked.pretrained_cfg.global_pool
     if pooling not in (None, "", "token"):
-        raise InputError(f"{name}: pools by {pooling!r}; give a model that pools by its class token")
+        raise InputError(f"{name}: pools by {pooling!r}; only models that pool by their class token are converted")
     return checked
 
 
@@ -111,16 +116,21 @@ def infer_config(
     if ".patch_embeddings." in parts[PATCHES].sources[0]:
         raise InputError(f"{name}: is a weight file of transformers; give its directory with the config.json")
     used = (PATCHES, POSITIONS, "layers.0.mlp.fc1.weight")
-    wrong = f"{', '.join(used)} (names in transformers) are missing or do not have the shapes of those of a ViT"
-    with explained(f"{name}: {wrong}"):
-        shapes: Any = [parts[each].tensor.shape for each in used]
-        (width, channels, rows, columns), (_, length, _), (intermediate_size, _) = shapes
+    if missing := [each for each in used if each not in parts]:
+        raise InputError(f"{name}: has no {missing[0]} (the name in transformers); save all tensors of a ViT")
+    with explained(f"{name}: {', '.join(used)} (names in transformers) do not have the shapes of those of a ViT"):
+        shapes = [tuple(parts[each].tensor.shape) for each in used]
+        (width, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
+        rows, columns = patch_size
     distilled = DISTILLATION_TOKEN in parts
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
         num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
     if num_heads < 1 or width % num_heads:
-        raise InputError(f"{name}: give source_num_heads (--source-num-heads), a divisor of its width, {width}")
+        raise InputError(
+            f"{name}: the number of heads at its width of {width} is not known, or does not divide it; give "
+            "source_num_heads (--source-num-heads)"
+        )
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
     image_size = _image_size(name, length, 2 if distilled else 1, (rows, columns), image_size)
@@ -142,7 +152,9 @@ def infer_config(
     )
 
 
-def _image_size(name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: Any) -> tuple[int, int]:
+def _image_size(
+    name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
+) -> tuple[int, int]:
     """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
     rows, columns = patch_size
     counts = (length - prefix, length)

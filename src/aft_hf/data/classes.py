@@ -56,6 +56,8 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
         return list(range(len(ours)))
     both = f"the teacher has the {len(theirs)} classes {shown(theirs)}, the model {len(ours)}: {shown(ours)}"
     places = matched_places(theirs, ours)
+    if -1 in places and len(theirs) == len(ours) and are_names(ours) and not are_names(theirs):
+        places = [*range(len(ours))]  # the numbers of the teacher do not begin at 0
     if sorted(places) != list(range(len(theirs))):
         raise ValueError(f"{both}; both need the same classes: set id2label if only the names differ")
     if are_names(theirs) != are_names(ours):

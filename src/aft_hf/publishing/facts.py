@@ -87,6 +87,13 @@ class Facts:
         """Whether the facts describe a training, and not only the runtime of an evaluation."""
         return any(not _split_of(fact.name)[0] and (fact.name, fact.value) != ("epoch", 0) for fact in self.training)
 
+    @property
+    def distillation(self) -> dict[str, Any]:
+        """The record of a distillation; empty without one."""
+        done = section(self.conversion.options, "distillation") if self.conversion else {}
+        is_whole = all(_is_number(done.get(name)) for name in ("images", "steps", "agreement", "divergence"))
+        return done if is_whole else {}
+
 
 def is_hub_id(name: str) -> bool:
     """Return whether a source is on the Hub: it has the form of an id, and no local path has this name."""

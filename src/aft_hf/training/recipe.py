@@ -36,6 +36,9 @@ OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
 # Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
+DEEPEST = 20  # levels of nested keys in an override
+NOT_IN_NAMES = re.compile(r"[\0\ud800-\udfff]")  # of files, which can be neither NUL nor half of a surrogate pair
+
 Count = Annotated[int, Field(gt=0, lt=2**63)]
 Natural = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
@@ -353,7 +356,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
     given: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals or not all(key.split(".")):
+        if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
@@ -373,10 +376,11 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return _merge({}, values)
     above = (*above, path.resolve())
-    below = path.parent / str(base)
-    if below.resolve() in above:
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{path}: base={shown(base)} must be the path of a recipe, relative to this one")
+    if (path.parent / base).resolve() in above:
         raise ValueError(f"{path}: base={base!r} leads back to the same recipe: bases must not be circular")
-    return _merge(_read(below, above), values)
+    return _merge(_read(path.parent / base, above), values)
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -401,6 +405,13 @@ class _Loader(PlainLoader):
 
     yaml_implicit_resolvers: dict[str | None, Any] = {}
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        value = super().construct_scalar(node)
+        if match := NOT_IN_NAMES.search(value):
+            line = node.start_mark.line + 1
+            raise ValueError(f"line {line}: a text must not contain {match[0]!r}, got {shown(value)}")
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         known = set[str]()
         for key, _ in node.value:
@@ -414,8 +425,9 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper for `_Loader`: it quotes strings that `_Loader` would read as another type."""
 
 
-TYPES = {"null": r"~|null|", "bool": r"true|false", "int": r"[-+]?\d[\d_]*"}
-TYPES["float"] = r"[-+]?(\d[\d_]*\.[\d_]*|\.\d+|\d[\d_]*(?=e))(e[-+]?\d+)?|[-+]?\.inf|\.nan"
+DIGITS = r"\d+(_\d+)*"
+TYPES = {"null": r"~|null|", "bool": r"true|false", "int": rf"[-+]?{DIGITS}"}
+TYPES["float"] = rf"[-+]?({DIGITS}\.(\d+)?|\.\d+|{DIGITS}(?=e))(e[-+]?\d+)?|[-+]?\.inf|\.nan"
 for _type, _pattern in TYPES.items():
     for _class in (_Loader, _Dumper):
         _expression = re.compile(f"({_pattern})$", re.ASCII | re.IGNORECASE)

@@ -376,6 +376,8 @@ def distillation_loss(
     `loss` is a mean over the batch; z and z_t are logits, (B, classes). No gradient flows to the teacher. DeiT uses a
     weight of 0.1 for soft and 0.5 for hard distillation, and a temperature of 3.
     """
+    if kind not in ("soft", "hard"):
+        raise ValueError(f"distillation must be one of soft, hard, got {kind!r}")
     if not 0 <= weight <= 1 or temperature <= 0:
         raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
