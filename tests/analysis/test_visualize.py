@@ -173,7 +173,7 @@ def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, mo
     ("name", "kind", "options", "message"),
     [
         ("vit", "biases", [], "is a vit, not an AFT; for a ViT or DeiT, give the kind attention"),
-        ("image", "attention", [], "is an AFT; give the kind biases or keys, or a ViT"),
+        ("image", "attention", [], "needs a ViT, DeiT or BEiT, got aft; give the kind biases or keys"),
         ("image", "biases", ["--images", "images", "--text", "a"], "--images needs the kind attention or keys"),
         ("vit", "attention", ["--values", "w", "--text", "a"], "--values needs the kind biases, --text"),
         ("text", "losses", ["--layers", "1", "--heads", "16"], "--layers needs the kind biases or attention or keys"),

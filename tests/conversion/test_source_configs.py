@@ -18,7 +18,7 @@ from checkpoints import (
     timm_tensors,
 )
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from saved_models import changed
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, ViTModel
 
@@ -202,3 +202,13 @@ def test_a_weight_file_is_not_read_without_the_config_beside_it(tmp_path, kind):
     if kind == "transformers":
         (tmp_path / "source" / "config.json").unlink()
         assert "give its directory" in refusal(tmp_path / "source" / "model.safetensors")
+
+
+def test_two_heads_without_a_distillation_token_are_refused_by_name(tmp_path):
+    save_vit(tmp_path / "vit")
+    tensors = load_file(tmp_path / "vit" / "model.safetensors")
+    for kind in ("weight", "bias"):
+        head = tensors.pop(f"classifier.{kind}")
+        tensors |= {f"cls_classifier.{kind}": head, f"distillation_classifier.{kind}": head.clone()}
+    save_file(tensors, tmp_path / "vit" / "model.safetensors", {"format": "pt"})
+    assert "cls_classifier" in refusal(tmp_path / "vit")

@@ -97,7 +97,8 @@ FOUND = {
     "a long integer": ("seed: " + "1" * 5_000, (), "not YAML"),
     "a base that is empty": ("base: ''", (), "base=''"),
     "a base that no file can have": ('base: "a\\0b"', (), "a text must not contain"),
-    "an override of 10,000 levels": ("{}", ("a." * 10_000 + "a=1",), "is not an override"),
+    "an override of 10,000 levels": ("{}", ("a." * 10_000 + "a=1",), "must have at most 20 dots"),
+    "a key of 5,000 levels": ("? " + "a." * 5_000 + "a\n: 1", (), "must have at most 20 dots"),
     "a missing base": ("base: other.yaml", (), "other.yaml: no such file"),
     "no text": (b"\xff\xfe\x00", (), "is not UTF-8 text"),
 }

@@ -410,6 +410,18 @@ def error_of(call: Callable[[Any], Any], group: Any) -> str:
     return ""
 
 
+def averages_with_padding_of_nan(group: Any) -> torch.Tensor:
+    """Return the averages of all tokens, in shards of 3 tokens, where those of padding are NaN."""
+    torch.manual_seed(0)
+    mixer, x, mask = AFTSimple(8, causal=True, use_output_projection=False), torch.randn(2, 12, 8), torch.ones(2, 12)
+    mask[0, :5], mask[1, 4:7], mask[1, 10] = 0, 0, 0
+    x = x.masked_fill(mask.unsqueeze(-1) == 0, torch.nan)
+    if group is None:
+        return mixer(x, attention_mask=mask).detach()
+    own, padding = (part.chunk(4, 1)[group.rank()] for part in (x, mask))
+    return mixer(own, visibility=SequenceShard(group, 2, 3, x.device, padding.bool())).detach()
+
+
 def compute(directory: Path) -> None:
     """Compute in each process all results that the tests compare."""
     distributed.init_process_group("gloo")
@@ -424,6 +436,7 @@ def compute(directory: Path) -> None:
     actual["generated"] = {(t, kind): generated(t, kind, group) for t, kind in PROMPTS}
     actual["feature map"] = feature_map(group)
     actual["sequences"] = {name: sequence_seen_from_both_sides(name, group) for name in MIXERS}
+    actual["nan"] = averages_with_padding_of_nan(group)
     actual["bfloat16"] = logits_in_bfloat16(group)
     actual["empty"] = within(group, build_model("local"), TOKENS[:0]).logits.detach()
     actual["no images"] = within(group, image()[0], IMAGES[:0]).logits.detach()
@@ -461,6 +474,12 @@ def test_padding_and_documents_may_lie_anywhere_at_a_cut(actual, index):
     expected = outcome(*CUTS[index]()[:2])
     for process in actual:
         assert_near(process["cuts"][index], expected, 1e-5)
+
+
+def test_nan_in_padding_of_a_shard_gives_averages_of_0(actual):
+    averages = torch.cat([process["nan"] for process in actual], 1)
+    torch.testing.assert_close(averages, averages_with_padding_of_nan(None))
+    assert averages.isfinite().all()
 
 
 def test_another_model_takes_whole_sequences_within_the_context(actual):

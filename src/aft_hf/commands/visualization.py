@@ -14,7 +14,7 @@ from ..analysis.pictures import BIASES, check_path, draw_losses, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..console import refuse_unused
 from ..conversion.images import pixel_batches, read_images
-from ..conversion.source import read_source
+from ..conversion.source import MODEL_TYPES, read_source
 from ..data.image_size import pixel_values
 from ..errors import explained
 from ..limits import limited
@@ -115,7 +115,7 @@ def _losses(checkpoint: str) -> "Figure":
 
 def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
-    if (kind := read_config(checkpoint).model_type or "model of timm") != "aft":
+    if (kind := read_config(checkpoint).model_type) not in (None, "aft"):
         raise ValueError(f"{checkpoint}: is a {kind}, not an AFT; for a ViT or DeiT, give the kind attention")
     architecture = (load(AFTConfig, checkpoint).architectures or [""])[0]
     return load({each.__name__: each for each in HEADS}.get(architecture, AFTModel), checkpoint).eval()
@@ -123,9 +123,10 @@ def _load(checkpoint: str) -> AFTPreTrainedModel:
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type
-    if kind == "aft":
-        raise ValueError(f"{checkpoint}: is an AFT; give the kind biases or keys, or a ViT, DeiT or BEiT")
+    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type  # of timm: None
+    if kind not in (None, "beit", *MODEL_TYPES):
+        instead = "; give the kind biases or keys" if kind == "aft" else ""
+        raise ValueError(f"{checkpoint}: the kind attention needs a ViT, DeiT or BEiT, got {kind}{instead}")
     if kind == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)

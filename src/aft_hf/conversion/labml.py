@@ -70,7 +70,7 @@ def convert_labml(
         masks = [tensors.pop(name).cpu() for name in list(tensors) if name.endswith("local_mask")]
         dtypes = {tensor.dtype for tensor in tensors.values()}
         if len(dtypes) != 1:
-            raise InputError(f"the weights must have one dtype, got {', '.join(sorted(map(str, dtypes)))}")
+            raise InputError(f"the weights must have one dtype, got {', '.join(sorted(map(str, dtypes))) or 'none'}")
         length, window = len(masks[0]), int(masks[0][0].sum())
         inside = (torch.arange(length)[:, None] - torch.arange(length)).abs() < window
         if not all(torch.equal(mask, inside) for mask in masks):
@@ -79,7 +79,7 @@ def convert_labml(
             if name.endswith("position_bias_table"):
                 tensors[name] = tensors[name].unsqueeze(0)
         (dtype,) = dtypes
-        if "position_bias_table" in tensors:  # a layer
+        if "o_proj.bias" in tensors:  # a layer
             options: dict[str, Any] = {"position_bias_dim": None, "qkv_bias": "q_proj.bias" in tensors}
             layer = AFTLocal(len(tensors["o_proj.bias"]), length, window, causal=causal, **options).to(dtype)
             layer.load_state_dict(tensors)

@@ -82,7 +82,9 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
                 )
             vit[each] = Part(part, (name,))
     for module, scale in scales.items():
-        for name in {f"{module}.weight", f"{module}.bias"} & vit.keys():
+        for name in (f"{module}.weight", f"{module}.bias"):
+            if name not in vit:
+                continue
             unscaled, sources = vit[name]
             if tensors[scale].shape != unscaled.shape[:1]:
                 raise InputError(

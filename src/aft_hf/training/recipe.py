@@ -36,7 +36,7 @@ OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
 # Schedules of transformers whose learning rate depends on more than the step.
 UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
-DEEPEST = 20  # levels of nested keys in an override
+DEEPEST = 20  # dots in a key
 NOT_IN_NAMES = re.compile(r"[\0\ud800-\udfff]")  # of files, which can be neither NUL nor half of a surrogate pair
 
 Count = Annotated[int, Field(gt=0, lt=2**63)]
@@ -356,7 +356,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
     given: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
+        if not equals or not all(key.split(".")):
             raise ValueError(
                 f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
             )
@@ -398,7 +398,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 class _Loader(PlainLoader):
-    """YAML loader with the types of YAML 1.2.
+    """YAML loader with the types of YAML 1.2, without integers in base 8 and 16, and with underscores in numbers.
 
     By YAML 1.1, which PyYAML follows, `no` is a boolean, 010 is in base 8, 1:30 in base 60, and 3e-4 is a text.
     """
@@ -443,6 +443,8 @@ def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
             merged.pop(other, None)
     for key, value in more.items():
         first, *rest = str(key).split(".")
+        if len(rest) > DEEPEST:
+            raise ValueError(f"{shown(key)}: a key must have at most {DEEPEST} dots")
         for part in reversed(rest):
             value = {part: value}
         if isinstance(value, Mapping):
