@@ -60,8 +60,8 @@ class Visibility:
             tokens of a document, or may do so in a traced program.
         is_packed: whether rows may hold several documents.
         longest: the length of the longest document; None in a traced program.
-        order: for rows without packed documents, (2, B, T) indices into the tokens of the batch, which move padding
-            behind the real tokens of each row, and back.
+        order: for rows without packed documents, if padding may lie before real tokens: (2, B, T) indices into the
+            tokens of the batch, which move padding behind the real tokens of each row, and back.
     """
 
     real: Tensor
@@ -102,18 +102,18 @@ class Visibility:
         holes = real & (places - first_seen != position)
         known = None
         if (may_wait or like.device.type == "cpu") and not torch.compiler.is_compiling():
-            facts = unknown, ~real, leads_document.sum(1) > 1, holes
+            facts = unknown, ~real, leads_document.sum(1) > 1, holes, ~real[:, :1]
             known = read(torch.stack([*(x.any() for x in facts), torch.where(real, position + 1, 0).amax()]))
         if known and known.pop(0):
             raise ValueError(
                 "attention_mask must be 1 for tokens and 0 for padding: for a mask that is added to logits, "
                 "give mask == 0; for numbers of documents, give position_ids"
             )
-        padded, packed, has_holes, longest = known or (True, starts is not None, mask is not None, None)
+        padded, packed, has_holes, leads, longest = known or (True, starts is not None, mask is not None, True, None)
         if not (padded or packed):
             return None
         order = None
-        if not packed:
+        if not packed and (has_holes or leads):
             rows = length * torch.arange(batch, device=like.device).unsqueeze(1)
             order = rows + torch.stack([(~real).long().argsort(stable=True), position])
         first = None if has_holes else first_seen.masked_fill(~real, length)
@@ -421,17 +421,17 @@ def without_padding(problem: Mixing) -> tuple[Mixing, Callable[[Tensor], Tensor]
     """
     seen: Any = problem.visibility
     tensors: Any = problem.query, problem.key, problem.value
-    padding, moves = ~seen.real.unsqueeze(-1), problem.biases.ordered or problem.causal
-    hidden = padding
-    if moves:
-        tensors = [x if x is None else _tokens(x, seen.order[0]) for x in tensors]
-        hidden = padding.flatten(0, 1)[seen.order[0]]
+    padding = hidden = ~seen.real.unsqueeze(-1)
+    order = seen.order if problem.biases.ordered or problem.causal else None
+    if order is not None:
+        tensors = [x if x is None else _tokens(x, order[0]) for x in tensors]
+        hidden = padding.flatten(0, 1)[order[0]]
     query, key, value = tensors
     key, value = hide(key, value, hidden)
     query = query if query is None else query.masked_fill(hidden, 0.0)
 
     def restored(context: Tensor) -> Tensor:
-        return (_tokens(context, seen.order[1]) if moves else context).masked_fill(padding, 0.0)
+        return (context if order is None else _tokens(context, order[1])).masked_fill(padding, 0.0)
 
     return replace(problem, key=key, value=value, query=query, visibility=None), restored
 
