@@ -342,7 +342,7 @@ def test_a_link_as_output_stays_and_the_model_is_where_it_leads(vit, images, tmp
 
 @pytest.mark.parametrize("budget", [{"steps": 3}, {"minutes": 0.0005}], ids=["steps", "minutes"])
 @pytest.mark.parametrize(
-    "failing", ["aft_hf.AFTForImageClassification.save_pretrained", "aft_hf.conversion.saving.unfinished"]
+    "failing", ["aft_hf.AFTForImageClassification.save_pretrained", "aft_hf.conversion.saving.move_into"]
 )
 def test_no_step_is_lost_if_the_model_cannot_be_written(vit, images, tmp_path, monkeypatch, failing, budget):
     def full(*arguments, **options):

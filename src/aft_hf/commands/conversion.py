@@ -14,6 +14,7 @@ from ..conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULT
 from ..data.classes import chooses_a_class, other_task
 
 
+DISTILLATION_MINUTES = 15.0  # default budget
 # Options of `save_converted` by the same name.
 PASSED_ON: tuple[str, ...] = ("kernel_size", "num_heads", "window_size", "position_bias_multiplier", "num_labels")
 PASSED_ON += ("source_num_heads", "seed")
@@ -64,7 +65,9 @@ def convert_command(
     distill: Annotated[
         bool, in_distillation("--distill", help="Train the AFT on the source's outputs for --images, without labels.")
     ] = False,
-    minutes: Annotated[float | None, in_distillation(help="Budget of --distill in minutes. Default: 15.")] = None,
+    minutes: Annotated[
+        float | None, in_distillation(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES:g}.")
+    ] = None,
     steps: Annotated[int | None, in_distillation(help="Budget in steps, in place of --minutes; reproducible.")] = None,
     batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
     learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
@@ -90,7 +93,7 @@ def convert_command(
     """
     distillation: dict[str, Any] = {name: context.params[name] for name in OF_DISTILLATION}
     if minutes is None and steps is None:
-        distillation["minutes"] = 15.0
+        distillation["minutes"] = DISTILLATION_MINUTES
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"

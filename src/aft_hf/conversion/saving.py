@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..atomic_files import UNFINISHED, sha256, unfinished
+from ..atomic_files import UNFINISHED, move_into, sha256
 from ..configuration_aft import AFTConfig, pair
 from ..data.image_size import resized_processor
 from ..errors import InputError, explained
@@ -94,7 +94,7 @@ def save_converted(
             processor = resized_processor(origin.image_processor, pair(model.config.image_size))
             try:
                 _write(directory, source, model, processor, report)
-            except InputError as error:
+            except (InputError, OSError) as error:
                 raise InputError(f"{error}{advice}") from error
         if is_main and distillation is not None:
             remove_checkpoints(checkpoints)
@@ -103,20 +103,20 @@ def save_converted(
 
 def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any, report: ConversionReport) -> None:
     """Write a conversion aside, verify it, and move its files to `directory`."""
-    lock = directory / LOCK
-    with explained(f"cannot write to {directory}"), FileLock(lock, timeout=0):
-        try:
-            with unfinished(directory) as aside:
-                model.save_pretrained(aside)
-                processor.save_pretrained(aside)
-                report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
-                (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
-                verify_conversion(source, aside)
-                _refuse_files(directory)  # again: another process may have written there
-                for path in list(aside.iterdir()):
-                    os.replace(path, directory / path.name)
-        finally:
-            lock.unlink(missing_ok=True)
+    lock = FileLock(directory / LOCK, timeout=0)
+    with explained(f"cannot write to {directory}"):
+        lock.acquire()
+    try:
+        with move_into(directory) as aside:
+            model.save_pretrained(aside)
+            processor.save_pretrained(aside)
+            report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+            (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
+            verify_conversion(source, aside)
+            _refuse_files(directory)  # again: another process may have written there
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def _refuse_files(directory: Path) -> None:

@@ -230,7 +230,7 @@ def _read_config(name: str) -> dict[str, Any]:
     if Path(name).is_file():
         beside = Path(name).parent / CONFIG_NAME
         if beside.exists():
-            raise InputError(f"{name}: give the directory, or move the weights if {beside} is not theirs")
+            raise InputError(f"{name}: give the directory, or move the weights if {beside} is of another model")
         return {}
     config = read_config(name).model_dump(exclude_unset=True)
     if config.get("model_type") is None and config.get("architecture") is None:

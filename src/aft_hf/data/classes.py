@@ -79,7 +79,7 @@ def matched_places(labels: Sequence[str], names: Sequence[str]) -> list[int]:
     known, wanted = list[Any](labels), list[Any](names)
     if not (are_names(labels) and are_names(names)):
         known, wanted = ([*range(len(x))] if are_names(x) else [*map(number_of, x)] for x in (labels, names))
-        if are_names(labels) and sorted(wanted) != [*range(len(names))]:  # as from 1 on
+        if are_names(labels) and sorted(wanted) != [*range(len(names))]:  # numbers from 1 on
             wanted = [*range(len(names))]
     places = {key: place for place, key in reversed([*enumerate(known)])}
     return [places.get(key, -1) for key in wanted]

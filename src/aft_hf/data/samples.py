@@ -25,7 +25,7 @@ WHOLE = 2**30  # bytes, which take seconds to read
 PICTURES = 256  # images, which take seconds to decode
 # The values of sub-pixels are the tokens 0 .. 255. This token, which is no sub-pixel, begins the input of a model.
 START_TOKEN = 256
-EMPTY = " (in a CSV file: an empty cell, NA, null and the like)"  # what a missing value is
+EMPTY = " (in a CSV file: an empty cell, NA, null and the like)"  # the cause of a missing value
 
 Rows = Any  # a Dataset of `datasets`, which only the extra "train" installs
 Row = dict[str, Any]

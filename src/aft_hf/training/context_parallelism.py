@@ -14,9 +14,10 @@ from .tasks import Batch, Task
 
 
 class ContextParallelGroup:
-    """The context-parallel group of this process: `context_parallel` consecutive ones. A group of one has none.
+    """The context-parallel group of this process: `context_parallel` consecutive processes. `group` is None for one.
 
-    The constructor raises a ValueError if the recipe or the number of processes rules the groups out.
+    Raises:
+        ValueError: the recipe, or the number of processes, does not allow such groups.
     """
 
     def __init__(self, recipe: Recipe, state: PartialState):
