@@ -136,11 +136,11 @@ def state_kernel(
         there = (i < W)[:, None] & exists[None, :]
         keys = tl.load(
             k_ptr + b * kb + (u[:, None] * kt + key_features[None, :]), there & (u >= 0)[:, None], -float("inf")
-        )
+        ).to(tl.float32)
         values = tl.load(v_ptr + b * vb + (u[:, None] * vt + features[None, :]), there & (u >= 0)[:, None], 0.0)
         values = tl.where(keys > -float("inf"), values, 0.0)
         to = keys_ptr + (key_place + of_head * (W - 1) * key_step)[None, :] + i[:, None] * key_step
-        tl.store(to, keys.to(tl.float32), there & key_kept[None, :])
+        tl.store(to, keys, there & key_kept[None, :])
         tl.store(values_ptr + (of_head * W + i[:, None]) * HEAD + own[None, :], values.to(tl.float32), there)
     if GLOBAL:
         M, num = tl.load(old_m_ptr + key_place, exists, EMPTY), tl.load(old_n_ptr + of_head * HEAD + own, exists, 0.0)
