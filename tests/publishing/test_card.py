@@ -456,7 +456,7 @@ def test_a_license_is_never_chosen_for_the_user_and_stays_until_another_is_given
         assert ("No license is given" in text) == (expected is None)
     with pytest.raises(InputError, match=r"put the text of the license into .*LICENSE"):
         write_card(directory, license="other")
-    assert card_problems("---\ntags:\n- mine\n---\n", directory)[-1] == "the metadata lacks license"  # a user's card
+    assert card_problems("---\ntags:\n- mine\n---\n", directory)[-1] == "README.md: the metadata lacks license"
     (directory / "LICENSE").write_text("Do as you like.")
     for given in ("other", None):
         write_card(directory, license=given)

@@ -118,13 +118,18 @@ def new_text(directory: Path, *, repo_id: str | None = None, license: str | None
     """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
     if problems := misplaced_files(directory):
         raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
-    path = directory / README
-    written = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else MARKER
-    if is_generated(written):
+    if card_of_user(directory) is None:
         return str(build_card(directory, repo_id=repo_id, license=license))
     if license is not None:
         raise InputError(f"{README}: was not written by aft-hf, so it stays as it is; write the license into it")
     return None
+
+
+def card_of_user(directory: Path) -> str | None:
+    """Return the README.md that the user wrote or completed, None if there is none."""
+    path = directory / README
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else MARKER
+    return None if is_generated(text) else text
 
 
 def is_generated(text: str) -> bool:
@@ -133,19 +138,19 @@ def is_generated(text: str) -> bool:
 
 
 def card_problems(text: str, directory: Path) -> list[str]:
-    """Return the problems of a card: missing or wrong metadata, and missing files. It needs no network."""
+    """Return the problems of a card, one line each: missing or wrong metadata, and missing files."""
     try:
         parse_header(text, README)
-        card = ModelCard(text.removeprefix("\ufeff"))
+        card = ModelCard(text)
     except Exception as error:  # the YAML parser and the card classes can raise any exception
-        return [f"the metadata cannot be read ({described(error)})"]
+        return [f"{README}: the metadata cannot be read ({described(error)})"]
     required = [name for name in REQUIRED if name != "license" or NO_LICENSE not in text]
-    problems = [f"the metadata lacks {name}" for name in required if not card.data.get(name)]
+    problems = [f"{README}: the metadata lacks {name}" for name in required if not card.data.get(name)]
     named = [("shows", picture) for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text)]
     named += [("license_link is", card.data.get("license_link"))] if card.data.get("license_link") else []
     for what, file in named:
         if "://" not in str(file) and not (directory / str(file)).is_file():
-            problems.append(f"{what} {file}, which does not exist; add the file")
+            problems.append(f"{README}: {what} {file}, which does not exist; add the file")
     return problems
 
 

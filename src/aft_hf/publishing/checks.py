@@ -3,21 +3,21 @@
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_aft import AFTConfig, pair
 from ..errors import InputError, explained
-from ..loading import load, read_image_processor, weight_files
+from ..loading import load, read_config, read_image_processor, refuse_adapter, weight_files
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import ModelConfig, read_json
-from .card import ARCHITECTURES, README, card_problems, is_generated
+from ..reading import ModelConfig
+from .card import ARCHITECTURES, card_of_user, card_problems
 from .facts import RESULTS, pixel_side, read_object
 from .folder import files_to_upload, misplaced_files
 
@@ -42,18 +42,14 @@ SECRETS = {
 }
 
 
-def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
+def find_problems(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the problems that prevent publishing a saved model, one line each; an empty list if there are none.
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
-    weights alone and gives finite outputs; the code beside it is that of this package; the card has the metadata that
-    the Hub requires; no file is a pickle or holds a key.
-
-    Args:
-        directory: directory of a saved model.
-        new: texts of files that will be written into `directory` before the upload, by name.
+    weights alone and gives finite outputs; code beside it is that of this package; a card that the user wrote has the
+    metadata that the Hub requires; no file is a pickle or holds a key. `publish` writes a missing card or code.
     """
-    directory, new = Path(directory), new or {}
+    directory = Path(directory)
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):
@@ -62,13 +58,10 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
     for name, path in files.items():
         with explained(f"{name}: cannot be read"):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
-    problems += _model_problems(directory, {**files, **new})
-    if README not in {**files, **new}:
-        return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
-    text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
-    of_card = [f"{README}: {problem}" for problem in card_problems(text, directory)]
-    hint = [f"delete {README} to have it generated"] if of_card and README not in new and is_generated(text) else []
-    return problems + of_card + hint
+    problems += _model_problems(directory)
+    if (text := card_of_user(directory)) is not None:
+        problems += card_problems(text, directory)
+    return problems
 
 
 def _file_problems(path: Path) -> Iterator[str]:
@@ -91,30 +84,28 @@ def _file_problems(path: Path) -> Iterator[str]:
             yield f"holds {kind} (line {line}); remove it, and revoke it"
 
 
-def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterator[str]:
+def _model_problems(directory: Path) -> Iterator[str]:
     try:
-        if not (directory / CONFIG_NAME).is_file():
-            is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
-            hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
-            raise InputError(f"{CONFIG_NAME}: is missing{hint}")
-        config = read_json(directory / CONFIG_NAME, ModelConfig)
+        refuse_adapter(directory)
+        config = read_config(directory)
         if config.model_type != AFTConfig.model_type:
             raise InputError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
-        yield from _code_problems(directory, files, config)
+        yield from _code_problems(directory, config)
         name = (config.architectures or [""])[0]
         if name not in ARCHITECTURES:
             raise InputError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
-        weights = [os.path.relpath(path, directory) for path in weight_files(str(directory))]
-        if not any(each.endswith(".safetensors") for each in weights):
+        weights = weight_files(str(directory))
+        if not any(path.suffix == ".safetensors" for path in weights):
             raise InputError(f"{SAFE_WEIGHTS_NAME}: is missing")
-        if left_out := [each for each in weights if each not in files]:
+        kept, _ = files_to_upload(directory)
+        if left_out := [path for path in weights if path not in kept.values()]:
             raise InputError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
         check_companion(directory, check_model(directory, ARCHITECTURES[name]))
     except InputError as error:
         yield str(error)
 
 
-def _code_problems(directory: Path, files: Mapping[str, Path | str], config: ModelConfig) -> Iterator[str]:
+def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
     again = "load the model and save it again (`save_pretrained`)"
     if not config.auto_map:
         yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
@@ -122,9 +113,7 @@ def _code_problems(directory: Path, files: Mapping[str, Path | str], config: Mod
         if "--" in str(place):
             yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
     for name in CODE:
-        if name not in files:
-            yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
-        elif (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
+        if (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
             yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
 
 

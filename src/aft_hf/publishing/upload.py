@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from transformers.utils import CONFIG_NAME
 
 from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import InputError, described, shortened
 from ..reading import parse_header, read_text
-from .card import NO_LICENSE, README, is_generated, new_text
+from .card import NO_LICENSE, README, card_problems, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
 from .folder import files_to_upload
@@ -92,10 +91,10 @@ def publish(
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
-    has_config = (directory / CONFIG_NAME).is_file()  # the Hub would be asked for that of a missing directory
-    if has_config and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
-        new[README] = text
-    if problems := find_problems(directory, new):
+    problems = find_problems(directory)
+    if not problems and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+        new[README], problems = text, card_problems(text, directory)
+    if problems:
         raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
     kept, left_out = files_to_upload(directory)
     files = {name: path.stat().st_size for name, path in kept.items()}
