@@ -6,8 +6,6 @@ of the model in the repository.
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,14 +15,12 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from ..atomic_files import write_atomic
 from ..console import plain_console
 from ..errors import InputError, described, shortened
 from ..reading import parse_header, read_text
-from .card import NO_LICENSE, README, card_problems, is_generated, new_text
+from .card import README, card_problems, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
 from .folder import files_to_upload
@@ -97,23 +93,30 @@ def publish(
     if problems:
         raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
     kept, left_out = files_to_upload(directory)
-    files = {name: path.stat().st_size for name, path in kept.items()}
-    files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
-    text = new.get(README) or read_text(directory / README).removeprefix("\ufeff")
+    sizes = {name: path.stat().st_size for name, path in kept.items()}
+    sizes |= {name: len(content.encode()) for name, content in new.items()}
+    files, text = sorted(sizes), new.get(README) or read_text(directory / README).removeprefix("\ufeff")
     if dry_run:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.get("license")))
-    if NO_LICENSE in text:
-        console.print("no license is given, and the card says so; --license mit gives one", soft_wrap=True)
+    for name in files:
+        console.print(f"{decimal(sizes[name]):>10}  {name}", markup=False, soft_wrap=True)
     if left_out:
         console.print(f"left out: {', '.join(left_out)}", markup=False)
+    console.print(f"{repo_id}: {len(files)} files, {decimal(sum(sizes.values()))}", soft_wrap=True)
+    if license := ModelCard(text).data.get("license"):
+        console.print(f"license {license}", markup=False, soft_wrap=True)
+    else:
+        console.print("no license is given, and the card says so; --license mit gives one", soft_wrap=True)
     if dry_run:
         console.print("nothing was uploaded")
-        return Publication(url, None, list(files))
+        return Publication(url, None, files)
     for name, content in new.items():
         with write_atomic(directory / name) as file:
             file.write(content.encode())
-    with _explained(lambda: f"{repo_id}: nothing was committed"):
+
+    session, outcome = get_session(), f"{repo_id}: nothing was committed"
+    usual, session.timeout = session.timeout, TIMEOUT
+    try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id, timeout=TIMEOUT)
         if private and not before.private:
@@ -124,21 +127,25 @@ def publish(
             raise InputError(
                 f"{repo_id}: the {lost} of the card on the Hub, {README}, would be lost; {keep}, or delete it there"
             )
-    stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
-    added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
-    with _explained(lambda: _outcome(api, repo_id, before)):
-        message = f"Upload {directory.resolve().name}"
-        commit = api.create_commit(repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha)
-    if stale:
-        console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
-    with _explained(lambda: f"committed to {url}, but not verified; run the command again to verify it"):
+        stale = [name for name in sorted(there.difference(files)) if re.fullmatch(LOADED, name)]
+        added = (CommitOperationAdd(name, directory / name) for name in files)
+        operations = [*added, *map(CommitOperationDelete, stale)]
+        message, outcome = f"Upload {directory.resolve().name}", ""
+        commit = api.create_commit(repo_id, operations, commit_message=message, parent_commit=before.sha)
+        outcome = f"committed to {url}, but not verified; run the command again to verify it"
+        if stale:
+            console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
         # For weights, the checksum is that which the Hub recorded at the upload, not of the bytes that it would send.
         report = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
         differing = {each["path"] for each in report.mismatches} | {*report.extra_paths}  # also other files
-        if wrong := sorted(files.keys() & differing):
+        if wrong := sorted(differing.intersection(files)):
             raise InputError(f"{wrong[0]} on the Hub is missing or differs from the local file")
+    except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
+        raise InputError(f"{_reason(error)} ({outcome or _outcome(api, repo_id, before)})") from error
+    finally:
+        session.timeout = usual
     console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
-    return Publication(url, commit.oid, list(files))
+    return Publication(url, commit.oid, files)
 
 
 def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
@@ -150,29 +157,6 @@ def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
         return "text"
     license = parse_header(text, f"{README} of {repo_id}").get("license")
     return f"license {shortened(str(license))}" if license and not ModelCard(new).data.get("license") else ""
-
-
-def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:
-    table = Table("file", "kind", "size", title=Text(title))
-    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}" if license else "card, no license"}
-    for name, size in sizes.items():
-        kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
-        table.add_row(Text(name, overflow="fold"), kind, decimal(size))
-    table.caption = f"{len(sizes)} files, {decimal(sum(sizes.values()))}"
-    return table
-
-
-@contextmanager
-def _explained(outcome: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the Hub and the network to a one-line InputError: the cause, what to do, and `outcome`."""
-    session = get_session()
-    before, session.timeout = session.timeout, TIMEOUT
-    try:
-        yield
-    except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
-        raise InputError(f"{_reason(error)} ({outcome()})") from error
-    finally:
-        session.timeout = before
 
 
 def _outcome(api: HfApi, repo_id: str, before: ModelInfo) -> str:
@@ -187,13 +171,11 @@ def _outcome(api: HfApi, repo_id: str, before: ModelInfo) -> str:
 
 def _reason(error: BaseException) -> str:
     """Describe an error in one line: what the Hub answered, or why it could not be asked, and what to do."""
-    words = described(error) if isinstance(error, ValueError) else f"{described(error)}; run the command again"
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, HfHubHTTPError):
-            # A repository that does not exist may be hidden.
-            status = 401 if isinstance(cause, RepositoryNotFoundError) else cause.response.status_code
-            said = shortened(cause.server_message or cause.response.reason_phrase)
-            words = f"the Hub answered {status} {said}; {HINTS.get(status, 'run the command again')}"
-        cause = cause.__cause__
-    return words
+    while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
+        error = error.__cause__
+    if not isinstance(error, HfHubHTTPError):
+        return described(error) if isinstance(error, ValueError) else f"{described(error)}; run the command again"
+    # A repository that does not exist may be hidden.
+    status = 401 if isinstance(error, RepositoryNotFoundError) else error.response.status_code
+    said = shortened(error.server_message or error.response.reason_phrase)
+    return f"the Hub answered {status} {said}; {HINTS.get(status, 'run the command again')}"
