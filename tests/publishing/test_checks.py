@@ -60,7 +60,7 @@ OTHER_CODE = {"AutoModel": "someone/else--modeling_aft.AFTModel"}
         ("config.json", changed(num_hidden_layers=1), "are unexpected"),
         ("preprocessor_config.json", changed(image_processor_type="No"), "cannot be loaded by AutoImageProcessor"),
         ("config.json", Path.unlink, "the directory contains no config.json"),
-        ("model.safetensors", Path.unlink, "model.safetensors: is missing"),
+        ("model.safetensors", Path.unlink, "no file named model.safetensors"),
         ("preprocessor_config.json", Path.unlink, "save the image processor beside the model"),
         ("mixing_aft.py", lambda path: path.write_text("import os\n"), "differs from the installed aft_hf"),
         ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot be loaded by AFT"),

@@ -2,7 +2,6 @@
 
 import html
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -12,8 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
-from ..conversion.report import REPORT_NAME
-from ..errors import InputError, described, printable
+from ..errors import InputError, described, explained, printable
 from ..loading import MARKER, license_terms, read_license
 from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
@@ -33,7 +31,6 @@ GENERATED = (
     "This model card has been generated automatically according to the information the Trainer had access to",
 )
 NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
-REQUIRED = ("library_name", "pipeline_tag", "license", "tags")
 ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
 # Tasks on the Hub by architecture and modality. All but those of backbones are pipelines of transformers.
@@ -47,11 +44,8 @@ TASKS = {
 }
 # Fields of the config whose defaults depend on other fields.
 DERIVED = ("intermediate_size", "num_heads", "use_position_embeddings", "use_cls_token", "pooling")
-# Characters with a meaning inside a line of Markdown, including tables, strikethrough and formulas. An underscore
-# between letters has none.
-SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|!(?=\[)")
-# Parts of text that become links without any markup.
-BARE_LINKS = re.compile(r":(?=//)|@|(?<=www)\.", re.IGNORECASE)
+# Characters with a meaning inside a line of Markdown, including tables, strikethrough, formulas and bare links.
+SPECIAL = re.compile(r"[\\`*_\[\]|~$@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None, license: str | None = None) -> Path:
@@ -91,27 +85,22 @@ def build_card(
     name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
     hidden = {"losses.png"} if RESULTS in facts.outdated else set()
     pictures = {file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden}
-    sizes: dict[str, list[int]] = {}  # of the tensors of a conversion, by their status
-    for each in facts.conversion.tensors if facts.conversion else ():
-        sizes.setdefault(each.status, []).append(math.prod(each.shape))
-    return ModelCard.from_template(  # which also passes the metadata on, such as the license
-        _metadata(facts, name, task, _license(directory, license, facts)),
-        template_path=str(TEMPLATE),
-        marker=MARKER,
-        name=name,
-        source_literal=json.dumps(printable(source), ensure_ascii=False),
-        no_license=NO_LICENSE,
-        facts=facts,
-        config=config,
-        architecture=_architecture(facts),
-        size=" x ".join(map(str, pair(config.image_size))),
-        conversion_file=REPORT_NAME,
-        sizes=sizes,
-        pictures=pictures,
-        hub_link=_hub_link,
-        escaped=_escaped,
-        code=_code,
-    )
+    with explained(f"{directory}: no card can be made of the files beside it"):
+        return ModelCard.from_template(  # which also passes the metadata on, such as the license
+            _metadata(facts, name, task, _license(directory, license, facts)),
+            template_path=str(TEMPLATE),
+            marker=MARKER,
+            name=name,
+            source_literal=json.dumps(printable(source), ensure_ascii=False),
+            no_license=NO_LICENSE,
+            facts=facts,
+            architecture=_architecture(facts),
+            size=" x ".join(map(str, pair(config.image_size))),
+            pictures=pictures,
+            hub_link=_hub_link,
+            escaped=_escaped,
+            code=_code,
+        )
 
 
 def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
@@ -144,17 +133,15 @@ def card_problems(text: str, directory: Path) -> list[str]:
         card = ModelCard(text)
     except Exception as error:  # the YAML parser and the card classes can raise any exception
         return [f"{README}: the metadata cannot be read ({described(error)})"]
-    required = [name for name in REQUIRED if name != "license" or NO_LICENSE not in text]
+    required = ["library_name", "pipeline_tag", "tags"] + ([] if NO_LICENSE in text else ["license"])
     problems = [f"{README}: the metadata lacks {name}" for name in required if not card.data.get(name)]
-    named = [("shows", picture) for picture in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text)]
-    named += [("license_link is", card.data.get("license_link"))] if card.data.get("license_link") else []
-    for what, file in named:
-        if "://" not in str(file) and not (directory / str(file)).is_file():
-            problems.append(f"{README}: {what} {file}, which does not exist; add the file")
+    for file in [*re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text), card.data.get("license_link")]:
+        if file and "://" not in str(file) and not (directory / str(file)).is_file():
+            problems.append(f"{README}: names {file}, which does not exist; add the file")
     return problems
 
 
-def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, str]:
+def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, Any]:
     """Return the metadata of the license: a given one, that in README.md, or that of the source of a conversion."""
     if license is None:
         of_source = section(facts.conversion.options, "source_license") if facts.conversion else {}
@@ -166,7 +153,7 @@ def _license(directory: Path, license: str | None, facts: Facts) -> dict[str, st
     return {"license": license, "license_name": "other", "license_link": "LICENSE"}
 
 
-def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> ModelCardData:
+def _metadata(facts: Facts, name: str, task: str, terms: dict[str, Any]) -> ModelCardData:
     results = [
         EvalResult(
             task_type=task,
@@ -181,17 +168,17 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, str]) -> Mode
         if fact.dataset
     ]
     types = sorted({*facts.config.layer_aft_types})
-    more: dict[str, Any] = terms | ({"base_model_relation": "finetune"} if facts.base_model else {})
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
         tags=["aft", "attention-free-transformer", *(f"aft-{each}" for each in types)],
         datasets=[facts.dataset] if facts.dataset and is_hub_id(facts.dataset) else None,
         base_model=facts.base_model,
+        base_model_relation="finetune" if facts.base_model else None,
         metrics=sorted({_plain(fact.name) for fact in facts.results}) or None,
         model_name=_plain(name) if results else None,
         eval_results=results or None,
-        **more,
+        **terms,
     )
 
 
@@ -214,7 +201,7 @@ def _architecture(facts: Facts) -> dict[str, Any]:
 
 def _escaped(text: str) -> str:
     """Return Markdown that shows `text` literally, inside a line or a table cell."""
-    return html.escape(BARE_LINKS.sub(r"\\\g<0>", SPECIAL.sub(r"\\\g<0>", printable(text))), quote=False)
+    return html.escape(SPECIAL.sub(r"\\\g<0>", printable(text)), quote=False)
 
 
 def _code(text: str) -> str:
@@ -223,8 +210,7 @@ def _code(text: str) -> str:
 
 
 def _hub_link(source: str) -> str:
-    """Return a link to a source on the Hub, or the name of a directory as code."""
+    """Return a link to a source on the Hub, or the name of a directory."""
     if is_hub_id(source):
         return f"[{_escaped(source)}](https://huggingface.co/{source})"
-    name = printable(Path(source).name).replace("`", "'")
-    return f"`{name}`"
+    return _escaped(Path(source).name)

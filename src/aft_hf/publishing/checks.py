@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
 from ..configuration_aft import AFTConfig, pair
 from ..errors import InputError, explained
 from ..loading import load, read_config, read_image_processor, refuse_adapter, weight_files
 from ..modeling_aft import AFTPreTrainedModel
-from ..reading import ModelConfig
 from .card import ARCHITECTURES, card_of_user, card_problems
 from .facts import RESULTS, pixel_side, read_object
 from .folder import files_to_upload, misplaced_files
@@ -58,7 +58,7 @@ def find_problems(directory: str | os.PathLike[str]) -> list[str]:
     for name, path in files.items():
         with explained(f"{name}: cannot be read"):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
-    problems += _model_problems(directory)
+    problems += _model_problems(directory, files)
     if (text := card_of_user(directory)) is not None:
         problems += card_problems(text, directory)
     return problems
@@ -84,37 +84,29 @@ def _file_problems(path: Path) -> Iterator[str]:
             yield f"holds {kind} (line {line}); remove it, and revoke it"
 
 
-def _model_problems(directory: Path) -> Iterator[str]:
+def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
     try:
         refuse_adapter(directory)
         config = read_config(directory)
         if config.model_type != AFTConfig.model_type:
             raise InputError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
-        yield from _code_problems(directory, config)
+        again = "load the model and save it again (`save_pretrained`)"
+        if not config.auto_map:
+            yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
+        for name, place in (config.auto_map or {}).items():
+            if "--" in str(place):
+                yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
+        for name in CODE:
+            if (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
+                yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
         name = (config.architectures or [""])[0]
         if name not in ARCHITECTURES:
             raise InputError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
-        weights = weight_files(str(directory))
-        if not any(path.suffix == ".safetensors" for path in weights):
-            raise InputError(f"{SAFE_WEIGHTS_NAME}: is missing")
-        kept, _ = files_to_upload(directory)
-        if left_out := [path for path in weights if path not in kept.values()]:
+        if left_out := [path for path in weight_files(str(directory)) if path not in files.values()]:
             raise InputError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
         check_companion(directory, check_model(directory, ARCHITECTURES[name]))
     except InputError as error:
         yield str(error)
-
-
-def _code_problems(directory: Path, config: ModelConfig) -> Iterator[str]:
-    again = "load the model and save it again (`save_pretrained`)"
-    if not config.auto_map:
-        yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
-    for name, place in (config.auto_map or {}).items():
-        if "--" in str(place):
-            yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
-    for name in CODE:
-        if (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
-            yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
 
 
 @torch.no_grad()
@@ -141,21 +133,19 @@ def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPr
 @torch.no_grad()
 def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
     """Raise an InputError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
-    is_text = model.config.modality == "text"
-    if is_text and pixel_side(read_object(directory / RESULTS), model.config):
-        return  # sub-pixels are token ids already and need no tokenizer
-    file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
-    what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
-    if not ((directory / file).is_file() if is_text else read_image_processor(directory)):
-        raise InputError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
-    loaded = load(auto_class, directory)
-    if is_text and len(loaded) > model.config.vocab_size:
-        raise InputError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
-    if not is_text:
-        picture = Image.new("RGB", pair(model.config.image_size)[::-1])
+    config, missing = model.config, "is missing; save the {} beside the model (`save_pretrained`)"
+    if config.modality == "image":
+        if not read_image_processor(directory):
+            raise InputError(f"{IMAGE_PROCESSOR_NAME}: {missing.format('image processor')}")
+        processor, picture = load(AutoImageProcessor, directory), Image.new("RGB", pair(config.image_size)[::-1])
         advice = "save that with which it was trained beside it"
         with explained(f"the model does not run on the output of its image processor; {advice}"):
-            model(pixel_values=loaded(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
+            model(pixel_values=processor(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
+    elif not pixel_side(read_object(directory / RESULTS), config):  # sub-pixels are token ids already
+        if not (directory / TOKENIZER_CONFIG_FILE).is_file():
+            raise InputError(f"{TOKENIZER_CONFIG_FILE}: {missing.format('tokenizer')}")
+        if (count := len(load(AutoTokenizer, directory))) > config.vocab_size:
+            raise InputError(f"{TOKENIZER_CONFIG_FILE}: has {count} tokens, the model {config.vocab_size}")
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load"):
             GenerationConfig.from_pretrained(directory)

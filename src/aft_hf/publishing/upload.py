@@ -35,7 +35,6 @@ TIMEOUT = 300.0  # seconds without data after which a request fails; huggingface
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
     403: "the token may not write there: use a token with write access, and a repository of your own",
-    412: "there was another commit at the same time: run the command again",
     429: "there were too many requests: wait, and run the command again",
 }
 
@@ -129,9 +128,8 @@ def publish(
             )
         stale = [name for name in sorted(there.difference(files)) if re.fullmatch(LOADED, name)]
         added = (CommitOperationAdd(name, directory / name) for name in files)
-        operations = [*added, *map(CommitOperationDelete, stale)]
-        message, outcome = f"Upload {directory.resolve().name}", ""
-        commit = api.create_commit(repo_id, operations, commit_message=message, parent_commit=before.sha)
+        message, outcome, deleted = f"Upload {directory.resolve().name}", "", map(CommitOperationDelete, stale)
+        commit = api.create_commit(repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha)
         outcome = f"committed to {url}, but not verified; run the command again to verify it"
         if stale:
             console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
