@@ -60,7 +60,7 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
             that of the model that this one was converted from; if there is none, the card says so.
 
     Raises:
-        InputError: a file is a symlink out of the directory, config.json is not that of an AFT model, a file with
+        InputError: a file is a symlink, config.json is not that of an AFT model, a file with
             results cannot be read, or a license is given for a card of the user.
     """
     directory = Path(directory)

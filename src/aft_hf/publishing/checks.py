@@ -104,48 +104,41 @@ def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
             raise InputError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
         if left_out := [path for path in weight_files(str(directory)) if path not in files.values()]:
             raise InputError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
-        check_companion(directory, check_model(directory, ARCHITECTURES[name]))
+        check_model(directory, ARCHITECTURES[name])
     except InputError as error:
         yield str(error)
 
 
 @torch.no_grad()
-def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPreTrainedModel:
-    """Return the model; raise an InputError unless it has all its weights, no others, and gives finite outputs."""
+def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> None:
+    """Raise an InputError unless the weights are those of the model, its outputs are finite, and the tokenizer or the
+    image processor, which `pipeline` needs, fits it.
+    """
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = load(model_class, directory, dtype="auto", **options)
     for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):
         if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
             raise InputError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
-    config = model.config
-    with explained("the model does not run"):
-        if config.modality == "text":
-            length = min(8, getattr(config, "max_position_embeddings", 8))
-            example = {"input_ids": torch.arange(length).unsqueeze(0) % config.vocab_size}
-        else:
-            example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
-        outputs = model.eval()(**example)
-    if not outputs[0].float().isfinite().all():
-        raise InputError("the model does not run: its outputs are not finite")
-    return model
-
-
-@torch.no_grad()
-def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
-    """Raise an InputError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
-    config, missing = model.config, "is missing; save the {} beside the model (`save_pretrained`)"
+    config, failure = model.config, "the model does not run"
     if config.modality == "image":
         if not read_image_processor(directory):
-            raise InputError(f"{IMAGE_PROCESSOR_NAME}: {missing.format('image processor')}")
+            raise InputError(f"{IMAGE_PROCESSOR_NAME}: is missing; save the image processor beside the model")
         processor, picture = load(AutoImageProcessor, directory), Image.new("RGB", pair(config.image_size)[::-1])
-        advice = "save that with which it was trained beside it"
-        with explained(f"the model does not run on the output of its image processor; {advice}"):
-            model(pixel_values=processor(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
-    elif not pixel_side(read_object(directory / RESULTS), config):  # sub-pixels are token ids already
-        if not (directory / TOKENIZER_CONFIG_FILE).is_file():
-            raise InputError(f"{TOKENIZER_CONFIG_FILE}: {missing.format('tokenizer')}")
-        if (count := len(load(AutoTokenizer, directory))) > config.vocab_size:
-            raise InputError(f"{TOKENIZER_CONFIG_FILE}: has {count} tokens, the model {config.vocab_size}")
+        failure += " on the output of its image processor; save that with which it was trained beside it"
+        with explained(failure):
+            inputs = {"pixel_values": processor(picture, return_tensors="pt")["pixel_values"].to(model.dtype)}
+    else:
+        length = min(8, getattr(config, "max_position_embeddings", 8))
+        inputs = {"input_ids": torch.arange(length).unsqueeze(0) % config.vocab_size}
+        if not pixel_side(read_object(directory / RESULTS), config):  # sub-pixels are token ids already
+            if not (directory / TOKENIZER_CONFIG_FILE).is_file():
+                raise InputError(f"{TOKENIZER_CONFIG_FILE}: is missing; save the tokenizer beside the model")
+            if (count := len(load(AutoTokenizer, directory))) > config.vocab_size:
+                raise InputError(f"{TOKENIZER_CONFIG_FILE}: has {count} tokens, the model {config.vocab_size}")
+    with explained(failure):
+        outputs = model.eval()(**inputs)
+    if not outputs[0].float().isfinite().all():
+        raise InputError("the model does not run: its outputs are not finite")
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load"):
             GenerationConfig.from_pretrained(directory)
