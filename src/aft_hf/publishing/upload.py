@@ -13,11 +13,9 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_session
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from rich.console import Console
 from rich.filesize import decimal
 
 from ..atomic_files import write_atomic
-from ..console import plain_console
 from ..errors import InputError, described, shortened
 from ..reading import parse_header, read_text
 from .card import README, card_problems, is_generated, new_text
@@ -55,14 +53,11 @@ def publish(
     private: bool | None = None,
     dry_run: bool = False,
     license: str | None = None,
-    token: str | bool | None = None,
-    endpoint: str | None = None,
-    console: Console | None = None,
 ) -> Publication:
     """Check a saved model, write its card, upload it in one commit and verify the upload.
 
     An interrupted upload resumes with the same call: files that have arrived are not sent again, and the repository
-    does not change before the single commit at the end.
+    does not change before the single commit at the end. The token is that of `hf auth login` or HF_TOKEN.
 
     Args:
         directory: the directory that `save_pretrained` wrote, with the tokenizer or image processor.
@@ -70,9 +65,6 @@ def publish(
         private: True for a private new repository, False for a public one. Default: the setting of the account.
         license: license of the weights, as for `write_card`.
         dry_run: only check, and show the card and the files; nothing is written or uploaded, and no network is needed.
-        token: token of the Hub. Default: the token of `hf auth login` or HF_TOKEN.
-        endpoint: URL of the Hub. Default: the environment variable HF_ENDPOINT.
-        console: the rich console to print to. Default: the standard output.
 
     Raises:
         InputError: `repo_id` is not name/model, the directory has problems, a card on the Hub that aft-hf did not
@@ -81,8 +73,7 @@ def publish(
     """
     if not MODEL_ID.fullmatch(repo_id):
         raise InputError(f"{repo_id!r} is not the name of a repository; give name/model, such as me/my-model")
-    directory, console = Path(directory), console or plain_console()
-    api = HfApi(endpoint=endpoint, token=token)
+    directory, api = Path(directory), HfApi()
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
@@ -96,18 +87,15 @@ def publish(
     sizes |= {name: len(content.encode()) for name, content in new.items()}
     files, text = sorted(sizes), new.get(README) or read_text(directory / README).removeprefix("\ufeff")
     if dry_run:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for name in files:
-        console.print(f"{decimal(sizes[name]):>10}  {name}", markup=False, soft_wrap=True)
+        print(text)
+    print(*(f"{decimal(sizes[name]):>10}  {name}" for name in files), sep="\n")
     if left_out:
-        console.print(f"left out: {', '.join(left_out)}", markup=False)
-    console.print(f"{repo_id}: {len(files)} files, {decimal(sum(sizes.values()))}", soft_wrap=True)
-    if license := ModelCard(text).data.get("license"):
-        console.print(f"license {license}", markup=False, soft_wrap=True)
-    else:
-        console.print("no license is given, and the card says so; --license mit gives one", soft_wrap=True)
+        print(f"left out: {', '.join(left_out)}")
+    print(f"{repo_id}: {len(files)} files, {decimal(sum(sizes.values()))}")
+    given = ModelCard(text).data.get("license")
+    print(f"license {given}" if given else "no license is given, and the card says so; --license mit gives one")
     if dry_run:
-        console.print("nothing was uploaded")
+        print("nothing was uploaded")
         return Publication(url, None, files)
     for name, content in new.items():
         with write_atomic(directory / name) as file:
@@ -132,7 +120,7 @@ def publish(
         commit = api.create_commit(repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha)
         outcome = f"committed to {url}, but not verified; run the command again to verify it"
         if stale:
-            console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
+            print(f"deleted in the repository: {', '.join(stale)}")
         # For weights, the checksum is that which the Hub recorded at the upload, not of the bytes that it would send.
         report = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
         differing = {each["path"] for each in report.mismatches} | {*report.extra_paths}  # also other files
@@ -142,7 +130,7 @@ def publish(
         raise InputError(f"{_reason(error)} ({outcome or _outcome(api, repo_id, before)})") from error
     finally:
         session.timeout = usual
-    console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
+    print(f"verified {len(files)} files: {url}")
     return Publication(url, commit.oid, files)
 
 
