@@ -21,10 +21,7 @@ from .folder import misplaced_files
 
 TEMPLATE = Path(__file__).with_name("template.md")
 README = "README.md"
-PICTURES = {  # that the card shows if they lie beside it
-    "position_biases.png": "Position biases w of layers and heads: red where a position counts more, blue where less.",
-    "losses.png": "The loss over the training steps, and the results of evaluations during training.",
-}
+PICTURES = ("position_biases.png", "losses.png")  # that the card shows if they lie beside it
 # A card with one of them may be replaced: it was generated here or by Trainer.
 GENERATED = (
     MARKER,
@@ -84,7 +81,7 @@ def build_card(
         )
     name, task = source.split("/")[-1], PIXELS if facts.pixel_side else TASKS[kind]
     hidden = {"losses.png"} if RESULTS in facts.outdated else set()
-    pictures = {file: text for file, text in PICTURES.items() if (directory / file).is_file() and file not in hidden}
+    pictures = [name for name in PICTURES if (directory / name).is_file() and name not in hidden]
     with explained(f"{directory}: no card can be made of the files beside it"):
         return ModelCard.from_template(  # which also passes the metadata on, such as the license
             _metadata(facts, name, task, _license(directory, license, facts)),
@@ -161,7 +158,6 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, Any]) -> Mode
             dataset_name=_plain(fact.dataset.split("/")[-1]),
             dataset_split=fact.split,
             metric_type=_plain(fact.name),
-            metric_name=_plain(fact.name.replace("_", " ")),
             metric_value=fact.value,
         )
         for fact in facts.results

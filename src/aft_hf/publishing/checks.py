@@ -111,9 +111,7 @@ def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
 
 @torch.no_grad()
 def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> None:
-    """Raise an InputError unless the weights are those of the model, its outputs are finite, and the tokenizer or the
-    image processor, which `pipeline` needs, fits it.
-    """
+    """Raise an InputError unless the model loads, fits its tokenizer or image processor, and gives finite outputs."""
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = load(model_class, directory, dtype="auto", **options)
     for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):

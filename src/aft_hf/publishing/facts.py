@@ -28,17 +28,14 @@ SETTING = r"^(weights|(as trained|\d+ px|blocks of \d+(, stride \d+)?)(, \d+ sam
 Evaluations = dict[Annotated[str, Field(pattern=SETTING)], Any]
 
 # Names of the numbers of Trainer that describe the run of an evaluation; the others are its results.
-# Averages over samples, as scikit-learn names them, are results, too.
 NO_METRIC = re.compile(
-    r"train.*|(?!.*(f1|precision|recall|jaccard)_samples$)(.+_)?"
-    r"(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)",
-    re.DOTALL,
+    r"(?s)train.*|(.+_)?(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)"
 )
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
 # nothing to others, losses are drawn as a picture, and some keys have no influence on the model.
 NOT_LISTED = re.compile(
-    r"(metrics|losses|evaluations|parameters|versions|weights|recipe\.(model|notes|paper|output_dir|resume|tracker"
+    r"(metrics|losses|evaluations|parameters|weights|recipe\.(model|notes|paper|output_dir|resume|tracker"
     r"|\w+_every|keep_checkpoints)|recipe\.data\.(workers|\w+_column|train|validation|test))(\..*)?",
     re.DOTALL,  # keys may have line breaks
 )
@@ -77,8 +74,7 @@ class Facts:
     conversion: ConversionReport | None = None
     is_unchanged: bool = False  # whether the weights are still those that the conversion wrote
     pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are not sub-pixels
-    paper: str | None = None  # what the paper reports
-    versions: str | None = None  # of the software of the training
+    paper: dict[str, Any] = field(default_factory=dict)  # what the paper reports: its score and the rows of its tables
     outdated: list[str] = field(default_factory=list)  # files with results of other weights
 
     @property
@@ -100,11 +96,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_facts(directory: Path) -> Facts:
-    """Read the facts about a saved model from its files, without results that say that they are of other weights.
-
-    Raises:
-        InputError: config.json is not that of an AFT model, or another file cannot be read.
-    """
+    """Read the facts about a saved model from its files, without results that say that they are of other weights."""
     config = load(AFTConfig, directory)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0])
     with suppress(Exception):  # of missing weights or a damaged header; the checks report it
@@ -117,11 +109,7 @@ def read_facts(directory: Path) -> Facts:
         results, facts.outdated = {}, [RESULTS]
     recipe = section(results, "recipe")
     facts.dataset, pretrained = _dataset(section(recipe, "data")), section(recipe, "model").get("pretrained")
-    facts.base_model = pretrained if is_hub_id(str(pretrained)) else None
-    paper = section(recipe, "paper")
-    if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
-        facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
-    facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
+    facts.paper = section(recipe, "paper")
     _read_values(RESULTS, results, facts)
     _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
     if not facts.was_trained:
@@ -134,8 +122,8 @@ def read_facts(directory: Path) -> Facts:
     elif written := section(vars(config), "conversion"):
         with explained(f"{CONFIG_NAME}: conversion cannot be read"):
             facts.conversion = ConversionReport.model_validate(written)
-    if facts.conversion and is_hub_id(facts.conversion.source):
-        facts.base_model = facts.base_model or facts.conversion.source
+    sources = (pretrained, facts.conversion.source if facts.conversion else None)
+    facts.base_model = next((each for each in sources if is_hub_id(str(each))), None)
     return facts
 
 
