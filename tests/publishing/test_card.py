@@ -389,7 +389,7 @@ def test_a_source_that_is_a_directory_is_no_base_model(filled, monkeypatch):
     (filled.parent / "someone" / "deit-tiny").mkdir(parents=True)
     monkeypatch.chdir(filled.parent)
     card = build_card(filled)
-    assert card.data.base_model is None and "Converted from deit-tiny," in card.text
+    assert card.data.base_model is None and "`deit-tiny`" in card.text
 
 
 @pytest.mark.parametrize(

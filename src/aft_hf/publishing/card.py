@@ -57,10 +57,12 @@ def write_card(directory: str | os.PathLike[str], *, repo_id: str | None = None,
             that of the model that this one was converted from; if there is none, the card says so.
 
     Raises:
-        InputError: a file is a symlink, config.json is not that of an AFT model, a file with
-            results cannot be read, or a license is given for a card of the user.
+        InputError: a file is a symlink, config.json is not that of an AFT model, a file with results cannot be read,
+            or a license is given for a card of the user.
     """
     directory = Path(directory)
+    if problems := misplaced_files(directory):
+        raise InputError(f"{directory}: no card is written: {'; '.join(problems)}")
     if (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
         with write_atomic(directory / README) as file:
             file.write(text.encode())
@@ -102,8 +104,6 @@ def build_card(
 
 def new_text(directory: Path, *, repo_id: str | None = None, license: str | None = None) -> str | None:
     """Return the text of README.md that `write_card` writes, None if README.md stays as it is."""
-    if problems := misplaced_files(directory):
-        raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
     if card_of_user(directory) is None:
         return str(build_card(directory, repo_id=repo_id, license=license))
     if license is not None:
@@ -206,7 +206,7 @@ def _code(text: str) -> str:
 
 
 def _hub_link(source: str) -> str:
-    """Return a link to a source on the Hub, or the name of a directory."""
+    """Return a link to a source on the Hub, or the name of a directory as code."""
     if is_hub_id(source):
         return f"[{_escaped(source)}](https://huggingface.co/{source})"
-    return _escaped(Path(source).name)
+    return "`" + printable(Path(source).name).replace("`", "'") + "`"

@@ -117,11 +117,11 @@ def read_facts(directory: Path) -> Facts:
     _read_evaluations(directory, digest, facts)
     if (directory / REPORT_NAME).exists():
         facts.conversion = read_json(directory / REPORT_NAME, ConversionReport)
-        digest = facts.conversion.files.get(SAFE_WEIGHTS_NAME)
-        facts.is_unchanged = digest is None or digest == sha256(directory / SAFE_WEIGHTS_NAME)
-    elif written := section(vars(config), "conversion"):
+        written = facts.conversion.files.get(SAFE_WEIGHTS_NAME)
+        facts.is_unchanged = written is None or written == sha256(directory / SAFE_WEIGHTS_NAME)
+    elif record := section(vars(config), "conversion"):
         with explained(f"{CONFIG_NAME}: conversion cannot be read"):
-            facts.conversion = ConversionReport.model_validate(written)
+            facts.conversion = ConversionReport.model_validate(record)
     sources = (pretrained, facts.conversion.source if facts.conversion else None)
     facts.base_model = next((each for each in sources if is_hub_id(str(each))), None)
     return facts
