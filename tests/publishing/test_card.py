@@ -50,6 +50,7 @@ RESULTS = {
     "recipe": {
         "task": "images",
         "notes": "chosen for 77 reasons",
+        "paper": {"rows": ["Table 3, AFT-conv"], "score": 0.81},
         "model": {"architecture": "aft", "hidden_size": 54321},
         "data": {"dataset": "someone/pictures", "image_size": 19},
         "optimizer": {"name": "adamw", "learning_rate": 0.00037, "betas": [0.91, 0.987]},
@@ -139,6 +140,7 @@ def test_results_stand_beside_the_file_that_holds_them_and_pictures_below(filled
     assert "| accuracy | 0.8765 | validation | `all_results.json` |" in text
     assert "| energy kwh | 5.317 | `results.json` |" in text
     assert "| hardware: device | NVIDIA H100 | `results.json` |" in text
+    assert "The paper reports 0.81 for this recipe (Table 3, AFT-conv)." in text
     assert "![losses](losses.png)" in text and "position_biases.png" not in text
     for hidden in ("outputs/13", "2.718", "0.1111", "54321", "77 reasons", "0.1357", "untrained"):
         assert hidden not in text

@@ -69,17 +69,6 @@ def test_links_within_the_folder_and_other_odd_files_are_refused_by_name(directo
     assert "pipe.txt: is not a regular file" in told
 
 
-@pytest.mark.parametrize("name", [".env", ".git/config"])
-def test_a_link_to_what_is_hidden_in_the_folder_is_refused_by_name(directory, name):
-    (directory / name).parent.mkdir(exist_ok=True)
-    (directory / name).write_text(PASSWORD)
-    (directory / "more").mkdir()
-    (directory / "more" / "notes.txt").symlink_to(f"../{name}")
-    with pytest.raises(InputError, match=f"more/notes.txt: is a link to .*{name}; replace it with a copy") as error:
-        publish(directory, "me/tiny", dry_run=True)
-    assert "letmein" not in str(error.value)
-
-
 def test_a_dry_run_changes_nothing_in_the_folder(directory, capsys):
     before = listing(directory.parent)
     done = publish(directory, "me/tiny", dry_run=True)
