@@ -13,7 +13,6 @@ from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
 from ..errors import InputError, described, explained, printable
 from ..loading import MARKER, license_terms, read_license
-from ..modeling_aft import HEADS, AFTModel
 from ..reading import parse_header
 from .facts import RESULTS, Facts, is_hub_id, read_facts, section
 from .folder import misplaced_files
@@ -28,7 +27,6 @@ GENERATED = (
     "This model card has been generated automatically according to the information the Trainer had access to",
 )
 NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
-ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
 # Tasks on the Hub by architecture and modality. All but those of backbones are pipelines of transformers.
 TASKS = {

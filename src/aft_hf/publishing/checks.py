@@ -16,15 +16,15 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, IMAGE_PROCES
 from ..configuration_aft import AFTConfig, pair
 from ..errors import InputError, explained
 from ..loading import load, read_config, read_image_processor, refuse_adapter, weight_files
-from ..modeling_aft import AFTPreTrainedModel
-from .card import ARCHITECTURES, card_of_user, card_problems
+from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
+from .card import card_of_user, card_problems
 from .facts import RESULTS, pixel_side, read_object
 from .folder import files_to_upload, misplaced_files
 
 
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
-
+ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
