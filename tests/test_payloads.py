@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from saved_models import changed, save_models
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, CLIPConfig, CLIPModel
@@ -66,7 +65,7 @@ def use(command: str, folder: Path) -> None:
         "finetune": ["finetune", "--model_name_or_path", folder, *tuning],
     }
     if command == "publish":
-        publish(folder, "me/tiny", dry_run=True, console=Console(quiet=True))
+        publish(folder, "me/tiny", dry_run=True)
     elif command == "show":
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(Path(__file__).parents[1] / "spaces" / "demo"))

@@ -19,7 +19,7 @@ from aft_hf.publishing import upload, write_card
 def hub(monkeypatch):
     """A Hub in memory, which `publish` uses."""
     hub = Hub()
-    monkeypatch.setattr(upload, "HfApi", lambda **_: hub)
+    monkeypatch.setattr(upload, "HfApi", lambda: hub)
     return hub
 
 

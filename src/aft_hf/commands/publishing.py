@@ -9,16 +9,13 @@ from ..publishing import publish
 
 
 def publish_command(
-    directory: Annotated[
-        Path, typer.Argument(help="Directory of a saved model with its tokenizer or image processor.")
-    ],
+    directory: Annotated[Path, typer.Argument(help="Saved model, with its tokenizer or image processor.")],
     repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, name/model; created if it does not exist.")],
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Visibility of a new repository. Default: the account's.")
     ] = None,
     license: Annotated[
-        str | None,
-        typer.Option(help="SPDX id of the license of the weights. Default: that of the card or the source."),
+        str | None, typer.Option(help="SPDX id of the license. Default: that of the card or of the source.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and show what would be uploaded; write and upload nothing.")

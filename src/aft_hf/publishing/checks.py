@@ -3,28 +3,28 @@
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationConfig
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
 from ..configuration_aft import AFTConfig, pair
 from ..errors import InputError, explained
-from ..loading import load, read_image_processor, weight_files
-from ..modeling_aft import AFTPreTrainedModel
-from ..reading import ModelConfig, read_json
-from .card import ARCHITECTURES, README, card_problems, is_generated
+from ..loading import load, read_config, read_image_processor, refuse_adapter, weight_files
+from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
+from .card import card_of_user, card_problems
 from .facts import RESULTS, pixel_side, read_object
 from .folder import files_to_upload, misplaced_files
 
 
 PACKAGE = Path(__file__).parents[1]
 CODE = sorted(path.name for path in PACKAGE.glob("*_aft.py"))  # the modules that are saved with the weights
-
+ARCHITECTURES = {each.__name__: each for each in (AFTModel, *HEADS)}
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 
 SECRETS = {
@@ -42,18 +42,14 @@ SECRETS = {
 }
 
 
-def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | None = None) -> list[str]:
-    """Return the problems that prevent publishing a directory, one line each; an empty list if there are none.
+def find_problems(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the problems that prevent publishing a saved model, one line each; an empty list if there are none.
 
     The checks are: all files lie in the directory (otherwise the other checks are skipped); the model loads from its
-    weights alone and gives finite outputs; the code beside it is that of this package; the card has the metadata that
-    the Hub requires; no file is a pickle or holds a key.
-
-    Args:
-        directory: directory of a saved model.
-        new: texts of files that will be written into `directory` before the upload, by name.
+    weights alone and gives finite outputs; code beside it is that of this package; a card that the user wrote has the
+    metadata that the Hub requires; no file is a pickle or holds a key. `publish` writes a missing card or code.
     """
-    directory, new = Path(directory), new or {}
+    directory = Path(directory)
     if not directory.is_dir():
         return [f"{directory}: no such directory"]
     if problems := misplaced_files(directory):
@@ -62,13 +58,10 @@ def find_problems(directory: str | os.PathLike[str], new: Mapping[str, str] | No
     for name, path in files.items():
         with explained(f"{name}: cannot be read"):
             problems += [f"{name}: {problem}" for problem in _file_problems(path)]
-    problems += _model_problems(directory, {**files, **new})
-    if README not in {**files, **new}:
-        return [*problems, f"{README}: is missing; `aft_hf.publishing.write_card` writes it"]
-    text = new.get(README) or files[README].read_text(encoding="utf-8", errors="replace")
-    of_card = [f"{README}: {problem}" for problem in card_problems(text, directory)]
-    hint = [f"delete {README} to have it generated"] if of_card and README not in new and is_generated(text) else []
-    return problems + of_card + hint
+    problems += _model_problems(directory, files)
+    if (text := card_of_user(directory)) is not None:
+        problems += card_problems(text, directory)
+    return problems
 
 
 def _file_problems(path: Path) -> Iterator[str]:
@@ -91,82 +84,59 @@ def _file_problems(path: Path) -> Iterator[str]:
             yield f"holds {kind} (line {line}); remove it, and revoke it"
 
 
-def _model_problems(directory: Path, files: Mapping[str, Path | str]) -> Iterator[str]:
+def _model_problems(directory: Path, files: dict[str, Path]) -> Iterator[str]:
     try:
-        if not (directory / CONFIG_NAME).is_file():
-            is_adapter = (directory / ADAPTER_CONFIG_NAME).is_file()
-            hint = "; merge the adapter into its model (`merge_and_unload`) and save the result" if is_adapter else ""
-            raise InputError(f"{CONFIG_NAME}: is missing{hint}")
-        config = read_json(directory / CONFIG_NAME, ModelConfig)
+        refuse_adapter(directory)
+        config = read_config(directory)
         if config.model_type != AFTConfig.model_type:
             raise InputError(f'{CONFIG_NAME}: model_type is {config.model_type!r}, not "aft"')
-        yield from _code_problems(directory, files, config)
+        again = "load the model and save it again (`save_pretrained`)"
+        if not config.auto_map:
+            yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
+        for name, place in (config.auto_map or {}).items():
+            if "--" in str(place):
+                yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
+        for name in CODE:
+            if (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
+                yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
         name = (config.architectures or [""])[0]
         if name not in ARCHITECTURES:
             raise InputError(f"{CONFIG_NAME}: architectures is {name!r}, not one of {', '.join(ARCHITECTURES)}")
-        weights = [os.path.relpath(path, directory) for path in weight_files(str(directory))]
-        if not any(each.endswith(".safetensors") for each in weights):
-            raise InputError(f"{SAFE_WEIGHTS_NAME}: is missing")
-        if left_out := [each for each in weights if each not in files]:
+        if left_out := [path for path in weight_files(str(directory)) if path not in files.values()]:
             raise InputError(f"{left_out[0]}: the weight index lists it, but it is not uploaded")
-        check_companion(directory, check_model(directory, ARCHITECTURES[name]))
+        check_model(directory, ARCHITECTURES[name])
     except InputError as error:
         yield str(error)
 
 
-def _code_problems(directory: Path, files: Mapping[str, Path | str], config: ModelConfig) -> Iterator[str]:
-    again = "load the model and save it again (`save_pretrained`)"
-    if not config.auto_map:
-        yield f"{CONFIG_NAME}: has no auto_map, so the model does not load without aft_hf; {again}"
-    for name, place in (config.auto_map or {}).items():
-        if "--" in str(place):
-            yield f"{CONFIG_NAME}: auto_map loads {name} from another repository, {place}; {again}"
-    for name in CODE:
-        if name not in files:
-            yield f"{name}: is missing, so the model does not load without aft_hf; {again}"
-        elif (directory / name).exists() and (directory / name).read_bytes() != (PACKAGE / name).read_bytes():
-            yield f"{name}: differs from the installed aft_hf, with which the model was checked; {again}"
-
-
 @torch.no_grad()
-def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> AFTPreTrainedModel:
-    """Return the model; raise an InputError unless it has all its weights, no others, and gives finite outputs."""
+def check_model(directory: Path, model_class: type[AFTPreTrainedModel]) -> None:
+    """Raise an InputError unless the model loads, fits its tokenizer or image processor, and gives finite outputs."""
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = load(model_class, directory, dtype="auto", **options)
     for kind, what in (("missing", "missing"), ("unexpected", "unexpected"), ("mismatched", "of another shape")):
         if names := sorted(str(key if isinstance(key, str) else key[0]) for key in info[f"{kind}_keys"]):
             raise InputError(f"the model does not load: {len(names)} tensors are {what}, such as {names[0]}")
-    config = model.config
-    with explained("the model does not run"):
-        if config.modality == "text":
-            length = min(8, getattr(config, "max_position_embeddings", 8))
-            example = {"input_ids": torch.arange(length).unsqueeze(0) % config.vocab_size}
-        else:
-            example = {"pixel_values": torch.zeros(1, config.num_channels, *pair(config.image_size))}
-        outputs = model.eval()(**example)
+    config, failure = model.config, "the model does not run"
+    if config.modality == "image":
+        if not read_image_processor(directory):
+            raise InputError(f"{IMAGE_PROCESSOR_NAME}: is missing; save the image processor beside the model")
+        processor, picture = load(AutoImageProcessor, directory), Image.new("RGB", pair(config.image_size)[::-1])
+        failure += " on the output of its image processor; save that with which it was trained beside it"
+        with explained(failure):
+            inputs = {"pixel_values": processor(picture, return_tensors="pt")["pixel_values"].to(model.dtype)}
+    else:
+        length = min(8, getattr(config, "max_position_embeddings", 8))
+        inputs = {"input_ids": torch.arange(length).unsqueeze(0) % config.vocab_size}
+        if not pixel_side(read_object(directory / RESULTS), config):  # sub-pixels are token ids already
+            if not (directory / TOKENIZER_CONFIG_FILE).is_file():
+                raise InputError(f"{TOKENIZER_CONFIG_FILE}: is missing; save the tokenizer beside the model")
+            if (count := len(load(AutoTokenizer, directory))) > config.vocab_size:
+                raise InputError(f"{TOKENIZER_CONFIG_FILE}: has {count} tokens, the model {config.vocab_size}")
+    with explained(failure):
+        outputs = model.eval()(**inputs)
     if not outputs[0].float().isfinite().all():
         raise InputError("the model does not run: its outputs are not finite")
-    return model
-
-
-@torch.no_grad()
-def check_companion(directory: Path, model: AFTPreTrainedModel) -> None:
-    """Raise an InputError unless the tokenizer or the image processor, which `pipeline` needs, fits the model."""
-    is_text = model.config.modality == "text"
-    if is_text and pixel_side(read_object(directory / RESULTS), model.config):
-        return  # sub-pixels are token ids already and need no tokenizer
-    file = "tokenizer_config.json" if is_text else "preprocessor_config.json"
-    what, auto_class = ("tokenizer", AutoTokenizer) if is_text else ("image processor", AutoImageProcessor)
-    if not ((directory / file).is_file() if is_text else read_image_processor(directory)):
-        raise InputError(f"{file}: is missing; save the {what} beside the model (`save_pretrained`)")
-    loaded = load(auto_class, directory)
-    if is_text and len(loaded) > model.config.vocab_size:
-        raise InputError(f"{file}: the tokenizer has {len(loaded)} tokens, the model {model.config.vocab_size}")
-    if not is_text:
-        picture = Image.new("RGB", pair(model.config.image_size)[::-1])
-        advice = "save that with which it was trained beside it"
-        with explained(f"the model does not run on the output of its image processor; {advice}"):
-            model(pixel_values=loaded(picture, return_tensors="pt")["pixel_values"].to(model.dtype))
     if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
         with explained(f"{GENERATION_CONFIG_NAME}: does not load"):
             GenerationConfig.from_pretrained(directory)

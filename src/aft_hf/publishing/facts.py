@@ -1,10 +1,8 @@
 """Facts about a saved model, read from the files beside it: the only source of the numbers on its card."""
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,17 +28,14 @@ SETTING = r"^(weights|(as trained|\d+ px|blocks of \d+(, stride \d+)?)(, \d+ sam
 Evaluations = dict[Annotated[str, Field(pattern=SETTING)], Any]
 
 # Names of the numbers of Trainer that describe the run of an evaluation; the others are its results.
-# Averages over samples, as scikit-learn names them, are results, too.
 NO_METRIC = re.compile(
-    r"train.*|(?!.*(f1|precision|recall|jaccard)_samples$)(.+_)?"
-    r"(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)",
-    re.DOTALL,
+    r"(?s)train.*|(.+_)?(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)"
 )
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
 # nothing to others, losses are drawn as a picture, and some keys have no influence on the model.
 NOT_LISTED = re.compile(
-    r"(metrics|losses|evaluations|parameters|versions|weights|recipe\.(model|notes|paper|output_dir|resume|tracker"
+    r"(metrics|losses|evaluations|parameters|weights|recipe\.(model|notes|paper|output_dir|resume|tracker"
     r"|\w+_every|keep_checkpoints)|recipe\.data\.(workers|\w+_column|train|validation|test))(\..*)?",
     re.DOTALL,  # keys may have line breaks
 )
@@ -60,8 +55,9 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The value as a card shows it: floats with four significant digits, whole numbers in full."""
-        return ", ".join(map(_formatted, self.value if isinstance(self.value, list) else [self.value]))
+        """The value as a card shows it: floats with four significant digits, integers in full."""
+        values = self.value if isinstance(self.value, list) else [self.value]
+        return ", ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values)
 
 
 @dataclass
@@ -78,8 +74,7 @@ class Facts:
     conversion: ConversionReport | None = None
     is_unchanged: bool = False  # whether the weights are still those that the conversion wrote
     pixel_side: int = 0  # of the images of a model of sub-pixels; 0 if the tokens are not sub-pixels
-    paper: str | None = None  # what the paper reports
-    versions: str | None = None  # of the software of the training
+    paper: dict[str, Any] = field(default_factory=dict)  # what the paper reports: its score and the rows of its tables
     outdated: list[str] = field(default_factory=list)  # files with results of other weights
 
     @property
@@ -101,43 +96,34 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_facts(directory: Path) -> Facts:
-    """Read the facts about a saved model from its files, without results that say that they are of other weights.
-
-    Raises:
-        InputError: config.json is not that of an AFT model, or another file cannot be read.
-    """
+    """Read the facts about a saved model from its files, without results that say that they are of other weights."""
     config = load(AFTConfig, directory)
     facts = Facts(config, (config.architectures or ["AFTModel"])[0])
     with suppress(Exception):  # of missing weights or a damaged header; the checks report it
         facts.parameters = sum(get_local_safetensors_metadata(directory).parameter_count.values()) or None
-    present = cache(partial(weights_digest, directory))
-    results = read_object(directory / RESULTS)
+    digest, results = weights_digest(directory), read_object(directory / RESULTS)
     facts.pixel_side = pixel_side(results, config)  # it describes the model, also if the results are of other weights
     if not {"metrics", "recipe"} & results.keys():  # another program may have written it
         results = {}
-    if not _is_of(results, present):
+    if results.get("weights", digest) != digest:
         results, facts.outdated = {}, [RESULTS]
     recipe = section(results, "recipe")
     facts.dataset, pretrained = _dataset(section(recipe, "data")), section(recipe, "model").get("pretrained")
-    facts.base_model = pretrained if is_hub_id(str(pretrained)) else None
-    paper = section(recipe, "paper")
-    if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
-        facts.paper = f"{paper['score']} for this recipe ({'; '.join(map(str, paper['rows']))})"
-    facts.versions = ", ".join(f"{name} {version}" for name, version in section(results, "versions").items()) or None
+    facts.paper = section(recipe, "paper")
     _read_values(RESULTS, results, facts)
     _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
     if not facts.was_trained:
         _read_values(TRAINER_STATE, _last_step(read_object(directory / TRAINER_STATE)), facts)
-    _read_evaluations(directory, present, facts)
+    _read_evaluations(directory, digest, facts)
     if (directory / REPORT_NAME).exists():
         facts.conversion = read_json(directory / REPORT_NAME, ConversionReport)
-        digest = facts.conversion.files.get(SAFE_WEIGHTS_NAME)
-        facts.is_unchanged = digest is None or digest == sha256(directory / SAFE_WEIGHTS_NAME)
-    elif written := section(vars(config), "conversion"):
+        written = facts.conversion.files.get(SAFE_WEIGHTS_NAME)
+        facts.is_unchanged = written is None or written == sha256(directory / SAFE_WEIGHTS_NAME)
+    elif record := section(vars(config), "conversion"):
         with explained(f"{CONFIG_NAME}: conversion cannot be read"):
-            facts.conversion = ConversionReport.model_validate(written)
-    if facts.conversion and is_hub_id(facts.conversion.source):
-        facts.base_model = facts.base_model or facts.conversion.source
+            facts.conversion = ConversionReport.model_validate(record)
+    sources = (pretrained, facts.conversion.source if facts.conversion else None)
+    facts.base_model = next((each for each in sources if is_hub_id(str(each))), None)
     return facts
 
 
@@ -160,11 +146,6 @@ def pixel_side(results: dict[str, Any], config: AFTConfig) -> int:
     return side if is_of_pixels and type(side) is int and side > 0 else 0
 
 
-def _is_of(record: dict[str, Any], digest: Callable[[], str | None]) -> bool:
-    """Return whether a record is of the weights with this digest, or does not say of which weights it is."""
-    return "weights" not in record or record["weights"] == digest()
-
-
 def _dataset(data: dict[str, Any], split: str = "") -> str | None:
     """Return what a recipe trains on, or the data of a split: an id on the Hub, or the name of a file or folder."""
     if not (path := data.get(split)) and data.get("dataset"):
@@ -174,8 +155,7 @@ def _dataset(data: dict[str, Any], split: str = "") -> str | None:
 
 
 def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
-    """Add the results and the other values of a file; of several values of a name, the first is added."""
-    training: dict[str, Fact] = {}
+    """Add the results and the other values of a file."""
     data = section(section(values, "recipe"), "data")
     for name, value in flatten_dict(values).items():
         split, metric = _split_of(name.removeprefix("metrics."))
@@ -183,9 +163,7 @@ def _read_values(file: str, values: dict[str, Any], facts: Facts) -> None:
         if has_prefix and not NO_METRIC.fullmatch(metric) and _is_number(value):
             facts.results.append(Fact(metric, value, file, split, dataset=_dataset(data, split or "")))
         elif not NOT_LISTED.fullmatch(name) and (_is_number(value) or (value and not isinstance(value, float))):
-            short = name.removeprefix("recipe.")
-            training.setdefault(short, Fact(short, value, file))
-    facts.training += training.values()
+            facts.training.append(Fact(name, value, file))
 
 
 def _last_step(state: dict[str, Any]) -> dict[str, Any]:
@@ -204,19 +182,18 @@ def _last_step(state: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: Facts) -> None:
+def _read_evaluations(directory: Path, digest: str | None, facts: Facts) -> None:
     """Add the results in files of `aft-hf evaluate --out` of the weights with this digest."""
     for name, path in files_to_upload(directory)[0].items():
-        is_beside = "/" not in name and path.suffix == ".json" and path.is_file()
-        if not is_beside or path.stat().st_size > 2**16:  # bytes; they have a few hundred
+        if "/" in name or path.suffix != ".json":
             continue
         with suppress(InputError):  # a file of another kind
             record = read_json(path, Evaluations)
-            if not _is_of(record, digest):
-                facts.outdated += [path.name] if len(record) > 1 else []
+            if record.get("weights", digest) != digest:
+                facts.outdated.append(name)
                 continue
             facts.results += [
-                Fact(metric, value, path.name, setting=setting.removeprefix("as trained").removeprefix(", "))
+                Fact(metric, value, name, setting=setting.removeprefix("as trained").removeprefix(", "))
                 for setting in record
                 for metric, value in section(record, setting).items()
                 if _is_number(value)
@@ -225,12 +202,6 @@ def _read_evaluations(directory: Path, digest: Callable[[], str | None], facts: 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _formatted(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _split_of(name: str) -> tuple[str | None, str]:

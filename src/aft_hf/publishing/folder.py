@@ -1,4 +1,4 @@
-"""Selection of the files of a folder to publish, and the check that they lie in that folder."""
+"""Selection of the files of a folder to publish, and the check that they are regular files."""
 
 import os
 from fnmatch import fnmatch
@@ -27,26 +27,19 @@ def files_to_upload(directory: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def misplaced_files(directory: Path) -> list[str]:
-    """Return a line for each file to publish that is not a regular file of the folder.
+    """Return a line for each file to publish that is not a regular file.
 
     A symlink could publish any file of the machine or overwrite it, and reading a pipe never ends.
     """
-    folder, problems = Path(os.path.realpath(directory)), []
+    problems = []
     for name, path in files_to_upload(directory)[0].items():
-        target = Path(os.path.realpath(path))
-        is_inside = target.is_relative_to(folder) and not any(map(_is_hidden, target.relative_to(folder).parts))
-        if path.is_symlink() and not (is_inside and target.is_file()):
-            reason = "is no file that is published; replace it with a copy to publish it"
-            problems.append(f"{name}: is a link to {target}, which {reason}")
+        if path.is_symlink():
+            problems.append(f"{name}: is a link to {os.readlink(path)}; replace it with a copy to publish it")
         elif not path.is_file():
             problems.append(f"{name}: is not a regular file; remove it")
     return problems
 
 
 def _is_left_out(name: str) -> bool:
-    return _is_hidden(name) or any(fnmatch(name, pattern) for pattern in LEFT_OUT)
-
-
-def _is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden and thus not published. Git's own files do not count as hidden."""
-    return name.startswith(".") and name not in (".gitattributes", ".gitignore")
+    is_hidden = name.startswith(".") and name not in (".gitattributes", ".gitignore")
+    return is_hidden or any(fnmatch(name, pattern) for pattern in LEFT_OUT)

@@ -6,25 +6,19 @@ of the model in the repository.
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_session
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from rich.console import Console
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
-from transformers.utils import CONFIG_NAME
 
 from ..atomic_files import write_atomic
-from ..console import plain_console
 from ..errors import InputError, described, shortened
 from ..reading import parse_header, read_text
-from .card import NO_LICENSE, README, body_of, is_generated, new_text
+from .card import README, card_problems, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
 from .folder import files_to_upload
@@ -39,7 +33,6 @@ TIMEOUT = 300.0  # seconds without data after which a request fails; huggingface
 HINTS = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token with write access",
     403: "the token may not write there: use a token with write access, and a repository of your own",
-    412: "there was another commit at the same time: run the command again",
     429: "there were too many requests: wait, and run the command again",
 }
 
@@ -60,14 +53,11 @@ def publish(
     private: bool | None = None,
     dry_run: bool = False,
     license: str | None = None,
-    token: str | bool | None = None,
-    endpoint: str | None = None,
-    console: Console | None = None,
 ) -> Publication:
     """Check a saved model, write its card, upload it in one commit and verify the upload.
 
     An interrupted upload resumes with the same call: files that have arrived are not sent again, and the repository
-    does not change before the single commit at the end.
+    does not change before the single commit at the end. The token is that of `hf auth login` or HF_TOKEN.
 
     Args:
         directory: the directory that `save_pretrained` wrote, with the tokenizer or image processor.
@@ -75,9 +65,6 @@ def publish(
         private: True for a private new repository, False for a public one. Default: the setting of the account.
         license: license of the weights, as for `write_card`.
         dry_run: only check, and show the card and the files; nothing is written or uploaded, and no network is needed.
-        token: token of the Hub. Default: the token of `hf auth login` or HF_TOKEN.
-        endpoint: URL of the Hub. Default: the environment variable HF_ENDPOINT.
-        console: the rich console to print to. Default: the standard output.
 
     Raises:
         InputError: `repo_id` is not name/model, the directory has problems, a card on the Hub that aft-hf did not
@@ -86,34 +73,37 @@ def publish(
     """
     if not MODEL_ID.fullmatch(repo_id):
         raise InputError(f"{repo_id!r} is not the name of a repository; give name/model, such as me/my-model")
-    directory, console = Path(directory), console or plain_console()
-    api = HfApi(endpoint=endpoint, token=token)
+    directory, api = Path(directory), HfApi()
     url = f"{api.endpoint}/{repo_id}"
     # A model may be kept without its code, which the installed package has.
     new = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in CODE if not (directory / name).exists()}
-    has_config = (directory / CONFIG_NAME).is_file()  # the Hub would be asked for that of a missing directory
-    if has_config and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
-        new[README] = text
-    if problems := find_problems(directory, new):
+    problems = find_problems(directory)
+    if not problems and (text := new_text(directory, repo_id=repo_id, license=license)) is not None:
+        new[README], problems = text, card_problems(text, directory)
+    if problems:
         raise InputError(f"{directory} cannot be published: {'; '.join(problems)}")
     kept, left_out = files_to_upload(directory)
-    files = {name: path.stat().st_size for name, path in kept.items()}
-    files = dict(sorted((files | {name: len(text.encode()) for name, text in new.items()}).items()))
-    text = new.get(README) or read_text(directory / README).removeprefix("\ufeff")
+    sizes = {name: path.stat().st_size for name, path in kept.items()}
+    sizes |= {name: len(content.encode()) for name, content in new.items()}
+    files, text = sorted(sizes), new.get(README) or read_text(directory / README).removeprefix("\ufeff")
     if dry_run:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(_table(f"{directory} to {repo_id}", files, ModelCard(text).data.get("license")))
-    if NO_LICENSE in text:
-        console.print("no license is given, and the card says so; --license mit gives one", soft_wrap=True)
+        print(text)
+    print(*(f"{decimal(sizes[name]):>10}  {name}" for name in files), sep="\n")
     if left_out:
-        console.print(f"left out: {', '.join(left_out)}", markup=False)
+        print(f"left out: {', '.join(left_out)}")
+    print(f"{repo_id}: {len(files)} files, {decimal(sum(sizes.values()))}")
+    given = ModelCard(text).data.get("license")
+    print(f"license {given}" if given else "no license is given, and the card says so; --license mit gives one")
     if dry_run:
-        console.print("nothing was uploaded")
-        return Publication(url, None, list(files))
+        print("nothing was uploaded")
+        return Publication(url, None, files)
     for name, content in new.items():
         with write_atomic(directory / name) as file:
             file.write(content.encode())
-    with _explained(lambda: f"{repo_id}: nothing was committed"):
+
+    session, outcome = get_session(), f"{repo_id}: nothing was committed"
+    usual, session.timeout = session.timeout, TIMEOUT
+    try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.model_info(repo_id, timeout=TIMEOUT)
         if private and not before.private:
@@ -124,55 +114,35 @@ def publish(
             raise InputError(
                 f"{repo_id}: the {lost} of the card on the Hub, {README}, would be lost; {keep}, or delete it there"
             )
-    stale = [name for name in sorted(there - files.keys()) if re.fullmatch(LOADED, name)]
-    added, deleted = (CommitOperationAdd(name, directory / name) for name in files), map(CommitOperationDelete, stale)
-    with _explained(lambda: _outcome(api, repo_id, before)):
-        message = f"Upload {directory.resolve().name}"
+        stale = [name for name in sorted(there.difference(files)) if re.fullmatch(LOADED, name)]
+        added = (CommitOperationAdd(name, directory / name) for name in files)
+        message, outcome, deleted = f"Upload {directory.resolve().name}", "", map(CommitOperationDelete, stale)
         commit = api.create_commit(repo_id, [*added, *deleted], commit_message=message, parent_commit=before.sha)
-    if stale:
-        console.print(f"deleted in the repository: {', '.join(stale)}", markup=False, soft_wrap=True)
-    with _explained(lambda: f"committed to {url}, but not verified; run the command again to verify it"):
+        outcome = f"committed to {url}, but not verified; run the command again to verify it"
+        if stale:
+            print(f"deleted in the repository: {', '.join(stale)}")
         # For weights, the checksum is that which the Hub recorded at the upload, not of the bytes that it would send.
         report = api.verify_repo_checksums(repo_id, revision=commit.oid, local_dir=directory)
         differing = {each["path"] for each in report.mismatches} | {*report.extra_paths}  # also other files
-        if wrong := sorted(files.keys() & differing):
+        if wrong := sorted(differing.intersection(files)):
             raise InputError(f"{wrong[0]} on the Hub is missing or differs from the local file")
-    console.print(f"verified {len(files)} files: {url}", soft_wrap=True)
-    return Publication(url, commit.oid, list(files))
+    except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
+        raise InputError(f"{_reason(error)} ({outcome or _outcome(api, repo_id, before)})") from error
+    finally:
+        session.timeout = usual
+    print(f"verified {len(files)} files: {url}")
+    return Publication(url, commit.oid, files)
 
 
 def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
     """Return what of the card on the Hub a new card would lose: "text", a license that it lacks, or nothing."""
     with TemporaryDirectory() as aside:
         path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    if not is_generated(text) and body_of(text).strip():
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
+    if not is_generated(text) and REGEX_YAML_BLOCK.sub("", text).strip():
         return "text"
     license = parse_header(text, f"{README} of {repo_id}").get("license")
     return f"license {shortened(str(license))}" if license and not ModelCard(new).data.get("license") else ""
-
-
-def _table(title: str, sizes: dict[str, int], license: str | None) -> Table:
-    table = Table("file", "kind", "size", title=Text(title))
-    kinds = dict.fromkeys(CODE, "code") | {README: f"card, license {license}" if license else "card, no license"}
-    for name, size in sizes.items():
-        kind = "weights" if name.endswith(".safetensors") else kinds.get(name, "")
-        table.add_row(Text(name, overflow="fold"), kind, decimal(size))
-    table.caption = f"{len(sizes)} files, {decimal(sum(sizes.values()))}"
-    return table
-
-
-@contextmanager
-def _explained(outcome: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the Hub and the network to a one-line InputError: the cause, what to do, and `outcome`."""
-    session = get_session()
-    before, session.timeout = session.timeout, TIMEOUT
-    try:
-        yield
-    except Exception as error:  # after an unexpected response, huggingface_hub can raise any exception
-        raise InputError(f"{_reason(error)} ({outcome()})") from error
-    finally:
-        session.timeout = before
 
 
 def _outcome(api: HfApi, repo_id: str, before: ModelInfo) -> str:
@@ -187,13 +157,11 @@ def _outcome(api: HfApi, repo_id: str, before: ModelInfo) -> str:
 
 def _reason(error: BaseException) -> str:
     """Describe an error in one line: what the Hub answered, or why it could not be asked, and what to do."""
-    words = described(error) if isinstance(error, ValueError) else f"{described(error)}; run the command again"
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, HfHubHTTPError):
-            # A repository that does not exist may be hidden.
-            status = 401 if isinstance(cause, RepositoryNotFoundError) else cause.response.status_code
-            said = shortened(cause.server_message or cause.response.reason_phrase)
-            words = f"the Hub answered {status} {said}; {HINTS.get(status, 'run the command again')}"
-        cause = cause.__cause__
-    return words
+    while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
+        error = error.__cause__
+    if not isinstance(error, HfHubHTTPError):
+        return described(error) if isinstance(error, ValueError) else f"{described(error)}; run the command again"
+    # A repository that does not exist may be hidden.
+    status = 401 if isinstance(error, RepositoryNotFoundError) else error.response.status_code
+    said = shortened(error.server_message or error.response.reason_phrase)
+    return f"the Hub answered {status} {said}; {HINTS.get(status, 'run the command again')}"
