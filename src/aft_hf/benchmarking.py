@@ -1,14 +1,11 @@
-"""Compare the time and peak memory of saved models side by side: the command `aft-hf benchmark`."""
+"""Compare the time and, on a GPU, the peak memory of saved models: the command `aft-hf benchmark`."""
 
 import ctypes
 import inspect
-import multiprocessing
 import platform
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,34 +40,34 @@ def benchmark_command(
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16: in training by autocast.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Timed calls of each model.")] = 7,
 ) -> None:
-    """Compare the speed and peak memory of models, which take turns in one process.
+    """Compare the speed and, on a GPU, the peak memory of models, which take turns.
 
     Both are relative to the first model: a speed of 2 x takes half its time, a memory of 2 x takes twice its memory.
     """
     if image_size and length:
         raise ValueError("give --image-size or --length, not both: models read either images or texts")
     table = Table("size", "model")
-    for name in ("ms", "x speed", "MiB", "x memory"):
+    for name in ("ms", "x speed", *(("MiB", "x memory") if ON_GPU else ())):
         table.add_column(name, justify="right")
     given: list[Size] = [*((x, "px") for x in image_size or ()), *((x, "tokens") for x in length or ())]
-    sizes = given or [None]  # None: the model's own
-    for size in sizes:
+    for size in given or [None]:  # None: the model's own
         options = {"size": size, "batch_size": batch_size, "training": training, "bf16": bf16}
         size_name, rows = measure(models, turns=turns, **options)
-        for model, row in rows.items():
-            (seconds, peak), (first_seconds, first_peak) = row, rows[models[0]]
-            memory = [f"{peak / 2**20:.1f}", f"{peak / first_peak:.2f}"] if peak else ["-", "-"]
+        first_seconds, first_peak = rows[models[0]]
+        for model, (seconds, peak) in rows.items():
+            memory = [f"{peak / 2**20:.1f}", f"{peak / first_peak:.2f}"] if ON_GPU else []
             table.add_row(size_name, model, f"{1e3 * seconds:.1f}", f"{first_seconds / seconds:.2f}", *memory)
         table.add_section()
     task = "training step" if training else "forward pass"
     plain_console().print(table)
     print(f"{task}, batch size {batch_size}, {'bfloat16' if bf16 else 'float32'}, {machine()}")
-    print("ms: median time of a call. MiB: peak memory of a call, beyond the weights of the model.")
-    print("x speed, x memory: relative to the first model; 2 x speed is half its time, 2 x memory twice its memory.")
+    print("ms: median time of a call; x speed: relative to the first model, 2 x is half its time.")
+    if ON_GPU:
+        print("MiB: peak memory of a call, beyond what is kept between calls; x memory: relative to the first model.")
 
 
 def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dict[str, tuple[float, int]]]:
-    """Return the size of the inputs in words and, by source, the median seconds and the peak bytes of a call.
+    """Return the size of the inputs in words and, by source, the median seconds and (on a GPU) peak bytes of a call.
 
     The options are those of `build_call`. Without a size, all models get the own size of the first one.
     """
@@ -81,8 +78,7 @@ def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dic
             calls[source], options["size"] = build_call(source, **options)
             calls[source]()
     taken = seconds_in_turns(calls, turns)
-    del calls
-    measured = {x: (statistics.median(taken[x]), in_new_process(_peak, x, options)) for x in sources}
+    measured = {x: (statistics.median(taken[x]), gpu_peak_bytes(calls[x]) if ON_GPU else 0) for x in sources}
     return "{} {}".format(*options["size"]), measured
 
 
@@ -149,7 +145,7 @@ def _seconds(call: Call) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Make the allocator of glibc keep freed memory. Peak memory cannot be measured in such a process.
+    """Make the allocator of glibc keep freed memory, so that the peak memory of this process means nothing.
 
     Otherwise large tensors may get new pages, which the system clears: a training step takes up to 1.2 times as long.
     """
@@ -158,54 +154,12 @@ def keep_freed_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a new process, which Ctrl-C ends without a traceback of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        before = {*multiprocessing.active_children()}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
-        try:
-            result = process.submit(function, *arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            return result.result()
-        except KeyboardInterrupt:
-            for child in {*multiprocessing.active_children()} - before:
-                child.kill()
-            raise
-
-
-def _peak(source: str, options: dict[str, Any]) -> int:
-    return peak_bytes(build_call(source, **options)[0])
-
-
-def peak_bytes(call: Call) -> int:
-    """Bytes in use at the peak of a call, beyond those in use before it; 0 where they cannot be measured.
-
-    On a CPU this is the memory of the whole process, which must do nothing else and run on Linux with glibc.
-    """
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    if sys.platform != "linux":
-        return 0
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: freed tensors return to the system at once
-    libc.malloc_trim(0)  # free memory left by building would hide allocations of the call
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    at_start = _process_status()
+def gpu_peak_bytes(call: Call) -> int:
+    """Bytes in use on the GPU at the peak of a call, beyond those in use before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     call()
-    at_end = _process_status()
-    libraries = at_end["RssFile"] - at_start["RssFile"]  # pages of code that the call loads first
-    return at_end["VmHWM"] - at_start["VmRSS"] - libraries
-
-
-def _process_status() -> dict[str, int]:
-    """The memory lines of /proc/self/status in bytes."""
-    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: 1024 * int(value.split()[0]) for name, _, value in lines if value.strip().endswith("kB")}
+    return torch.cuda.max_memory_allocated() - before
 
 
 def machine() -> str:
