@@ -57,13 +57,9 @@ def finetune_command(
     validation_share: Annotated[
         float, in_data(min=0, max=0.99, help="Share of the training data to hold out if there is no validation data.")
     ] = 0.05,
-    dataset_name: Annotated[
-        str | None, in_data(help="In place of --train: a dataset on the Hub, or a local one.")
-    ] = None,
+    dataset_name: Annotated[str | None, in_data(help="In place of --train: a dataset on the Hub or here.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
-    max_train_samples: Annotated[
-        int | None, in_data(min=1, help="Train on at most this many images, drawn at random.")
-    ] = None,
+    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on this many random images.")] = None,
     max_eval_samples: Annotated[int | None, in_data(min=1, help="The same for evaluation.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
@@ -100,20 +96,13 @@ def evaluate_command(
         Path, typer.Argument(help="A folder with a folder of images per class, or a parquet, csv, json or text file.")
     ],
     image_size: Annotated[list[int] | None, of_images(min=1, help="Side in pixels; may be repeated.")] = None,
-    stretch_kernels: Annotated[
-        bool, of_images("--stretch-kernels/--keep-kernels", help="Resize kernels of AFT-conv for --image-size.")
-    ] = True,
     enlarge_patches: Annotated[
         bool, of_images("--enlarge-patches/--keep-patches", help="Resize patches of AFT-conv for --image-size.")
     ] = True,
     image_column: Annotated[str, of_images(help="Column of the images.")] = "image",
     label_column: Annotated[str, of_images(help="Column of the labels.")] = "label",
-    block_size: Annotated[
-        int | None, of_text(min=1, help="Tokens per block. Default: the model's maximum, or 1024.")
-    ] = None,
-    stride: Annotated[
-        int | None, of_text(min=1, help="New tokens per block; the others are context. Default: all.")
-    ] = None,
+    block_size: Annotated[int | None, of_text(min=1, help="Tokens per block. Default: the model's, or 1024.")] = None,
+    stride: Annotated[int | None, of_text(min=1, help="New tokens per block, beside context. Default: all.")] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
     max_samples: Annotated[
