@@ -1,8 +1,8 @@
 """Fine-tuning of an AFT, or of any image classifier of transformers, on labeled images: `aft-hf finetune`.
 
-It is transformers' Trainer with a separate learning rate for position biases, and optional augmentation and
-distillation. Distillation is that of DeiT (Touvron et al. 2021, "Training data-efficient image transformers &
-distillation through attention", arXiv 2012.12877, Eq. 2 and 3).
+It is transformers' Trainer with a separate learning rate for position biases, augmentation, and the distillation of
+DeiT (Touvron et al. 2021, "Training data-efficient image transformers & distillation through attention", arXiv
+2012.12877, Eq. 2 and 3).
 """
 
 import json
@@ -56,9 +56,8 @@ logger = logging.get_logger(__name__)
 ALL_RESULTS = "all_results.json"
 # Arguments of Trainer that a resumed run must share with its checkpoint, besides the batch size.
 SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "fp16"]
-SAME += ["label_smoothing_factor", "learning_rate"]
-SAME += ["lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "seed", "warmup_steps"]
-SAME += ["train_sampling_strategy", "weight_decay"]
+SAME += ["label_smoothing_factor", "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm"]
+SAME += ["optim", "optim_args", "seed", "warmup_steps", "train_sampling_strategy", "weight_decay"]
 IDENTITY = "aft_hf"  # key of the values of `Identity` in the state of Trainer
 
 
@@ -172,7 +171,7 @@ class SavedState(Document):
     global_step: Annotated[int, Field(ge=0, lt=2**53)]
     train_batch_size: Annotated[int, Field(gt=0)]
     log_history: list[dict[str, Any]] = []
-    stateful_callbacks: dict[str, Any] = {}
+    stateful_callbacks: dict[str, dict[str, Any]] = {}
 
 
 class Identity(TrainerCallback):
@@ -197,14 +196,6 @@ class Identity(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         state.stateful_callbacks[IDENTITY] = self.values  # in trainer_state.json
 
-    def check(self, checkpoint: Path, state: SavedState) -> None:
-        """Raise a ValueError if the values that are saved in a checkpoint differ."""
-        saved = state.stateful_callbacks.get(IDENTITY)
-        if not isinstance(saved, dict):
-            logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
-            return
-        refuse_changes(checkpoint, saved, self.values, "another --output-dir for a new run")
-
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
     """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
@@ -212,10 +203,13 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
         checkpoint, identity = _checkpoint(arguments), Identity(trainer)
         trainer.add_callback(identity)
         if checkpoint is not None:
-            identity.check(checkpoint, read_json(checkpoint / TRAINER_STATE_NAME, SavedState))
-            # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
-            sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-            for name in () if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
+            saved = read_json(checkpoint / TRAINER_STATE_NAME, SavedState).stateful_callbacks.get(IDENTITY)
+            if saved is None:
+                logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
+            else:
+                refuse_changes(checkpoint, saved, identity.values, "another --output-dir for a new run")
+            # Trainer would begin with a new optimizer if its file is missing.
+            for name in () if trainer.sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not (checkpoint / name).is_file():
                     raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
         with nullcontext() if checkpoint is None else data_only(checkpoint):
@@ -232,8 +226,7 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
 def _checkpoint(arguments: TrainingArguments) -> Path | None:
     """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any.
 
-    A run that begins at step 0 although there are checkpoints logs a warning: it overwrites or deletes them, and may
-    later resume from one of the earlier run.
+    A run that begins at step 0 beside checkpoints logs a warning: it overwrites or deletes them.
     """
     wanted = str(arguments.resume_from_checkpoint)
     if wanted.lower() not in ("true", "none", "false"):
@@ -274,6 +267,7 @@ class FineTuner(Trainer):
         super().__init__(**options)
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
+        self.sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose checkpoints have files of their own
         if teacher is not None:
             if teacher.base_model is teacher:
                 raise ValueError(
@@ -317,25 +311,24 @@ class FineTuner(Trainer):
         loss = loss if share is None else loss * share
         return (loss, outputs) if return_outputs else loss
 
+    # `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
+    # file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
+        if self.sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        if not self._load_weights(str(self.state.best_model_checkpoint), self.model):
+        if self.sharded:
             super()._load_best_model()
+        else:
+            self._load_weights(str(self.state.best_model_checkpoint))
 
-    def _load_weights(self, checkpoint: str, model: nn.Module) -> bool:
-        """Load the weights of a checkpoint by `from_pretrained`, and return whether that is possible.
-
-        `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
-        file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
-        """
-        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False  # adapters, and formats of their own
-        saved = load_trained(type(model), checkpoint, dtype=model.dtype)
-        model.load_state_dict(saved.state_dict())
-        return True
+    def _load_weights(self, checkpoint: str) -> None:
+        saved = load_trained(type(self.model), checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
@@ -345,12 +338,11 @@ class FineTuner(Trainer):
     def create_model_card(
         self, language: str | None = None, license: str | None = None, *arguments: Any, **options: Any
     ) -> None:
-        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for adapters and other models."""
-        directory = Path(str(self.args.output_dir))
-        if not (directory / "config.json").is_file() or self.model.config.model_type != AFTConfig.model_type:
+        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for other models."""
+        if self.model.config.model_type == AFTConfig.model_type:
+            write_card(Path(str(self.args.output_dir)), repo_id=self.hub_model_id, license=license)
+        else:
             super().create_model_card(language, license, *arguments, **options)
-        elif self.is_world_process_zero():
-            write_card(directory, repo_id=self.hub_model_id, license=license)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
