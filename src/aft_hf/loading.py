@@ -1,6 +1,4 @@
-"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, no code of the
-source is executed, and errors are one line.
-"""
+"""Load models, configs, tokenizers and processors: files are checked first, and no code of the source is executed."""
 
 import hashlib
 import json
@@ -58,12 +56,12 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a gigabyte, for weights of any size
 
-# Options that replace names of attention and experts in a config.json, also in its nested configs, by the default of
+# Options that replace names of attention and experts in a config.json, also in nested configs, by the default of
 # transformers: the name can be a kernel on the Hub, which transformers would download and run.
 OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implementation": None}
 # Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm),
-# weights of another name, and the config of another model. The `auto_map` of the whole model is not among them: it is
-# used only if the source is trusted, whereas transformers asks the user about nested ones.
+# weights of another name, and the config of another model. Of the `auto_map`s, transformers asks the user about nested
+# ones; that of the whole model is used only if the source is trusted.
 ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "transformers_weights", "backbone")
 
 # The image processors of image classifiers. Others cut images into any number of tiles, or open more files.
@@ -81,10 +79,9 @@ NOWHERE = (
 
 
 def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any) -> Path | None:
-    """Return the path of a file in a directory or in a repository on the Hub, or None if there is no such file.
+    """Return the path of a file in a directory or, by `cached_file` of transformers, on the Hub, or None without it.
 
-    It is downloaded if needed, with options of `transformers.utils.cached_file`, such as `revision`. If it is not a
-    regular file, an InputError is raised, also if it cannot be downloaded, unless it is `optional`.
+    An InputError is raised if it is not a regular file or, unless it is `optional`, cannot be downloaded.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():
@@ -102,11 +99,12 @@ def weight_files(source: str) -> list[Path]:
         if path := find_file(source, name):
             if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
                 return [path]
-            shards = sorted(set(read_json(path, WeightsIndex).weight_map.values()))
-            paths = {shard: find_file(source, shard) for shard in shards}
-            if missing := [shard for shard, path in paths.items() if path is None]:
-                raise InputError(f"{source}: {missing[0]} is missing, although the weight index lists it")
-            return [path for path in paths.values() if path is not None]
+            shards = []
+            for shard in sorted(set(read_json(path, WeightsIndex).weight_map.values())):
+                if (found := find_file(source, shard)) is None:
+                    raise InputError(f"{source}: {shard} is missing, although the weight index lists it")
+                shards.append(found)
+            return shards
     return []
 
 
@@ -157,14 +155,12 @@ def read_image_processor(source: str | os.PathLike[str], **hub: Any) -> dict[str
     """Check the image processor of a saved model, and return its values, or None if there is none.
 
     As in transformers, an entry `image_processor` of processor_config.json replaces preprocessor_config.json.
-    The arguments are those of `find_file`.
     """
-    if path := find_file(str(source), PROCESSOR_NAME, optional=True, **hub):
-        entry = read_json(path, ProcessorConfig).image_processor
-        if entry is not None:
-            return entry.model_dump(exclude_unset=True)
-    path = find_file(str(source), IMAGE_PROCESSOR_NAME, **hub)
-    return None if path is None else read_json(path, ImageProcessorConfig).model_dump(exclude_unset=True)
+    path = find_file(str(source), PROCESSOR_NAME, optional=True, **hub)
+    entry = None if path is None else read_json(path, ProcessorConfig).image_processor
+    if entry is None and (path := find_file(str(source), IMAGE_PROCESSOR_NAME, **hub)):
+        entry = read_json(path, ImageProcessorConfig)
+    return None if entry is None else entry.model_dump(exclude_unset=True)
 
 
 # A card with this line is regenerated whenever the model is published.
@@ -196,8 +192,7 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
     """Load a config, model, tokenizer or processor by `auto_class.from_pretrained(source, **options)`.
 
     Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
-    `trust_remote_code=True` is set. A `config` in `options` must be a result of this function. A tokenizer or image
-    processor is tried on a small input.
+    `trust_remote_code=True` is set. A `config` in `options` must be a result of this function.
     """
     options = {"trust_remote_code": False, **options}
     trusted = options["trust_remote_code"]
@@ -242,7 +237,7 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
 
 
 def refuse_adapter(source: str | os.PathLike[str], **hub: Any) -> None:
-    """Raise an error if a saved model has an adapter, which names another model; arguments are as for `find_file`."""
+    """Raise an error if a saved model has an adapter, which names another model."""
     if find_file(str(source), ADAPTER_CONFIG_NAME, optional=True, **hub):
         raise InputError(
             f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
@@ -333,8 +328,8 @@ def _use(loaded: Any, sizes: Sequence[tuple[int, int]]) -> None:
 def no_larger_than_weights(directory: Path) -> Iterator[None]:
     """Context manager that stops `from_pretrained` if the config describes a much larger model than the weights.
 
-    Weights that are missing would be initialized, which takes time and memory. The fields that determine the size
-    depend on the model type, so the tensors are counted while transformers builds the model on the meta device.
+    The fields that determine the size depend on the model type, so the tensors are counted while transformers builds
+    the model on the meta device. Missing weights would then be initialized, which takes time and memory.
     """
     tensors = elements = size = 0
 
@@ -361,10 +356,8 @@ def no_larger_than_weights(directory: Path) -> Iterator[None]:
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a model like `load`, and refuse it if weights are missing in the source, or if it has more layers.
-
-    transformers initializes missing weights randomly and leaves out layers that the config does not have, so
-    measurements of such a model would be meaningless.
+    """Load a model like `load`, and refuse it if weights are missing in the source, which transformers initializes
+    randomly, or if the source has more layers than the config, which it leaves out.
     """
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):

@@ -34,7 +34,7 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 def _at_most(largest: int) -> AfterValidator:
-    """Return a validator that limits numbers, also in objects and lists; the config class itself checks types."""
+    """Return a validator that limits numbers, also in objects and lists."""
 
     def check(value: Any) -> Any:
         for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -60,8 +60,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 class ModelConfig(Document):
     """Schema of the config.json of any model: the keys that select its classes, and those that configs make lists of.
-
-    All other sizes and the classes are checked while they are loaded, see `aft_hf.loading`.
+    Other sizes and the classes are checked while they are loaded, in `aft_hf.loading`.
     """
 
     model_type: str | None = None
@@ -110,10 +109,7 @@ class WeightsIndex(Document):
 
 
 def parse_json(content: str | bytes, kind: type[Content], source: str) -> Content:
-    """Parse a JSON text, of at most 200 levels and integers of at most 4300 digits, as a value of type `kind`.
-
-    `kind` is a `Document`, or any type that pydantic supports. The error names the `source`.
-    """
+    """Parse a JSON text as a value of type `kind`, any that pydantic supports; the error names the `source`."""
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as problems:

@@ -34,11 +34,9 @@ def join_processes() -> PartialState:
 def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[None]:
     """Hold the lock of a directory within the context; create the directory if it does not exist.
 
-    If the directory was created here or is `temporary`, it is removed when the main process leaves, unless it holds
-    a file besides the lock.
-
-    The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
-    when that process ends, however it ends. The `folders` that the run will write to are created and tested at once.
+    If the directory was created here or is `temporary`, it is removed at the end, unless it holds a file besides the
+    lock. The main process holds the lock for all processes of a launch, and the operating system releases it however
+    that process ends. The `folders` that the run will write to are created and tested at once.
 
     Raises:
         OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders

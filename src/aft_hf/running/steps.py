@@ -26,8 +26,7 @@ class Training(Protocol):
 
     def update(self) -> None: ...  # takes one optimizer step, and increases `step`
 
-    # Reports, evaluates and saves as far as it is due, and returns a checkpoint of this step if there is one. If the
-    # process is going to stop (`stops`), a checkpoint is due.
+    # Reports, evaluates and saves what is due (a checkpoint if it `stops`); returns a checkpoint of this step, if any.
     def after_step(self, bar: tqdm, stops: bool) -> Path | None: ...
 
 
