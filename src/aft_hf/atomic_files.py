@@ -22,10 +22,8 @@ UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being wri
 def write_atomic(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing that is renamed to `path` when the block ends without an error.
 
-    The directory is created if necessary. Several processes may write the same path at the same time.
-
-    Raises:
-        OSError: the path cannot be written, or is refused by `refuse_to_replace`.
+    The directory is created if necessary. Several processes may write the same path at the same time. An OSError is
+    raised if the path cannot be written, or is refused by `refuse_to_replace`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_to_replace(path)

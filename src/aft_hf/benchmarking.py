@@ -28,13 +28,8 @@ LONG_CALL = 5.0  # seconds; a longer call is warmed up once
 
 def benchmark_command(
     models: Annotated[list[str], typer.Argument(help="Directories or Hub ids of models of transformers or AFT.")],
-    image_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Side of images in pixels; may be repeated. Default: the model's.")
-    ] = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens of the texts; may be repeated. Default: the model's maximum, up to 1024."),
-    ] = None,
+    image_size: Annotated[list[int] | None, typer.Option(min=1, help="Pixels per side. Default: the model's.")] = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens. Default: the model's, up to 1024.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images or texts per call.")] = 8,
     training: Annotated[bool, typer.Option("--training", help="Training steps (AdamW), not inference.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16: in training by autocast.")] = False,
@@ -43,6 +38,7 @@ def benchmark_command(
     """Compare the speed and, on a GPU, the peak memory of models, which take turns.
 
     Both are relative to the first model: a speed of 2 x takes half its time, a memory of 2 x takes twice its memory.
+    --image-size and --length may be repeated.
     """
     if image_size and length:
         raise ValueError("give --image-size or --length, not both: models read either images or texts")
@@ -71,7 +67,6 @@ def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dic
 
     The options are those of `build_call`. Without a size, all models get the own size of the first one.
     """
-    keep_freed_memory()
     calls = {}
     for source in sources:
         with explained(f"{source}: cannot be measured"):
@@ -88,9 +83,8 @@ def build_call(source: str, *, size: Size, batch_size: int, training: bool, bf16
     named = getattr(sys.modules["transformers"], name, None)  # AFT's classes, too
     kind = named if isinstance(named, type) and issubclass(named, PreTrainedModel) else AutoModel
     model = load(kind, source, dtype="float32").to("cuda" if ON_GPU else "cpu")
-    config, takes = model.config, inspect.signature(model.forward).parameters
-    options = {"interpolate_pos_encoding": True, "use_cache": False}
-    options = {name: value for name, value in options.items() if name in takes}
+    config, usual = model.config, {"interpolate_pos_encoding": True, "use_cache": False}
+    options = {name: usual[name] for name in usual.keys() & inspect.signature(model.forward).parameters}
     torch.manual_seed(0)
     unit = "px" if model.main_input_name == "pixel_values" else "tokens"
     if size and size[1] != unit:

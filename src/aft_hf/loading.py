@@ -60,8 +60,7 @@ FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a giga
 # transformers: the name can be a kernel on the Hub, which transformers would download and run.
 OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implementation": None}
 # Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm),
-# weights of another name, and the config of another model. Of the `auto_map`s, transformers asks the user about nested
-# ones; that of the whole model is used only if the source is trusted.
+# weights of another name, and the config of another model. The outermost `auto_map` is used only if it is trusted.
 ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "transformers_weights", "backbone")
 
 # The image processors of image classifiers. Others cut images into any number of tiles, or open more files.
@@ -72,10 +71,7 @@ IMAGE_PROCESSORS = {
 }
 IMAGES = ((32, 32), (1024, 32))  # sizes that they are tried on, as long as `open_image` allows
 
-NOWHERE = (
-    "no such directory or file, and the Hub does not provide it: check the name; when offline (HF_HUB_OFFLINE), go "
-    "online or download it first"
-)
+NOWHERE = "no such directory or file, and the Hub does not provide it: check the name, or go online (HF_HUB_OFFLINE)"
 
 
 def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any) -> Path | None:
@@ -136,10 +132,8 @@ def read_config(source: str | os.PathLike[str], *, trusted: bool = False, **hub:
     config = read_json(path, ModelConfig)
     entries = () if trusted else _entries(config.model_dump(exclude={"auto_map"}))
     if places := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
-        raise InputError(
-            f"{path}: {places[0]} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
-            "unquantized model of a class of transformers"
-        )
+        told = f"{places[0]} can load code or files from elsewhere, which needs trust_remote_code=True"
+        raise InputError(f"{path}: {told}; give an unquantized model of a class of transformers")
     return config
 
 
@@ -202,14 +196,11 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
     is_alone = (place / TOKENIZER_CONFIG_FILE).exists() and not (place / CONFIG_NAME).exists()
     if auto_class is not AutoTokenizer or not is_alone:
         config = read_config(source, trusted=trusted, **hub)
-        path = find_file(str(source), CONFIG_NAME, **hub)
-        assert path is not None  # `read_config` requires it
-        place = path.parent
+        place = Path(str(find_file(str(source), CONFIG_NAME, **hub))).parent
         wanted = getattr(auto_class, "model_type", None)  # of a class of configs
         if wanted and config.model_type not in (None, wanted):
-            raise InputError(
-                f"{source}: its config has model_type={config.model_type!r}, not {wanted!r}; give another model"
-            )
+            has = f"its config has model_type={config.model_type!r}, not {wanted!r}"
+            raise InputError(f"{source}: {has}; give another model")
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}"):
         if auto_class is AutoImageProcessor:
             values = read_image_processor(source, **hub)
@@ -239,19 +230,15 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
 def refuse_adapter(source: str | os.PathLike[str], **hub: Any) -> None:
     """Raise an error if a saved model has an adapter, which names another model."""
     if find_file(str(source), ADAPTER_CONFIG_NAME, optional=True, **hub):
-        raise InputError(
-            f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
-        )
+        raise InputError(f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save that")
 
 
 def check_finite(name: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are not finite, with which a model outputs only NaN."""
     for tensor_name, tensor in tensors:
         if tensor.dtype in FLOAT_DTYPES and (wrong := int((~tensor.isfinite()).sum())):
-            raise InputError(
-                f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
-                "damaged, or its training diverged; give an earlier checkpoint"
-            )
+            held = f"{tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values)"
+            raise InputError(f"{name}: {held}; it is damaged, or its training diverged; give an earlier checkpoint")
 
 
 def _check_weights(source: Any, model: Any, directory: Path) -> None:
@@ -276,9 +263,8 @@ def _image_processor_type(values: dict[str, Any], config: ModelConfig) -> str:
     named = (values.get("image_processor_type"), values.get("feature_extractor_type"), config.image_processor_type)
     kind = next(filter(None, named), usual).replace("FeatureExtractor", "ImageProcessor")  # the former name
     if kind.removesuffix("Fast") not in IMAGE_PROCESSORS:
-        raise ValueError(
-            f"image_processor_type={shown(kind)}: must be that of an image classifier, such as ViTImageProcessor"
-        )
+        wanted = "must be that of an image classifier, such as ViTImageProcessor"
+        raise ValueError(f"image_processor_type={shown(kind)}: {wanted}")
     return kind
 
 
@@ -343,10 +329,9 @@ def no_larger_than_weights(directory: Path) -> Iterator[None]:
         size = size or sum(path.stat().st_size for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES))
         # In files, a tensor takes about 256 bytes with its name and shape, and an element at least 2 bits.
         if tensors > FREE_TENSORS + size // 256 or elements > FREE_ELEMENTS + 4 * size:
-            raise InputError(
-                f"{directory / CONFIG_NAME}: describes a model of over {elements:,} elements in {tensors:,} tensors, "
-                f"but the weights beside it have only {size:,} bytes; use the config of these weights"
-            )
+            describes = f"describes a model of over {elements:,} elements in {tensors:,} tensors"
+            beside = f"the weights beside it have only {size:,} bytes; use the config of these weights"
+            raise InputError(f"{directory / CONFIG_NAME}: {describes}, but {beside}")
 
     with (
         modules.register_module_parameter_registration_hook(count),
@@ -362,10 +347,9 @@ def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(
-            f"{source}: weights are missing for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
-            "describes: use a checkpoint that contains them, or train the model first"
-        )
+        of_model = f"of the {type(model).__name__} that {CONFIG_NAME} describes"
+        instead = "use a checkpoint that contains them, or train the model first"
+        raise InputError(f"{source}: weights are missing for {missing[0]}{more} {of_model}: {instead}")
     if others := sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)):
         raise InputError(f"{source}: {CONFIG_NAME} does not describe the layer of the weight {others[0]}")
     return model

@@ -53,7 +53,6 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 Layers = Annotated[Any, _at_most(2**12)]
-Labels = Annotated[Any, _at_most(2**22)]
 Side = Annotated[Any, _at_most(2**12)]  # pixels
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -67,7 +66,7 @@ class ModelConfig(Document):
     architectures: list[str] | None = None
     auto_map: dict[str, str | list[str | None]] | None = None
     id2label: Annotated[dict[str, Any] | None, AfterValidator(_numbered)] = None
-    num_labels: Labels = None
+    num_labels: Annotated[Any, _at_most(2**22)] = None
     num_hidden_layers: Layers = None
     n_layer: Layers = None
     n_layers: Layers = None

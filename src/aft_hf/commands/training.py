@@ -54,9 +54,7 @@ def finetune_command(
     attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT: sdpa, eager ...")] = None,
     train: Annotated[str | None, in_data(help="Training data: a folder of images, or a parquet file.")] = None,
     validation: Annotated[str | None, in_data(help="Validation data, as for --train.")] = None,
-    validation_share: Annotated[
-        float, in_data(min=0, max=0.99, help="Share of the training data to hold out if there is no validation data.")
-    ] = 0.05,
+    validation_share: Annotated[float, in_data(min=0, max=0.99, help="Share held out without --validation.")] = 0.05,
     dataset_name: Annotated[str | None, in_data(help="In place of --train: a dataset on the Hub or here.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
     max_train_samples: Annotated[int | None, in_data(min=1, help="Train on this many random images.")] = None,
@@ -105,9 +103,7 @@ def evaluate_command(
     stride: Annotated[int | None, of_text(min=1, help="New tokens per block, beside context. Default: all.")] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate at most this many images, drawn at random, or rows of text.")
-    ] = None,
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Only this many random images or first rows.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:

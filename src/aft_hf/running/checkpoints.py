@@ -80,8 +80,7 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Save a checkpoint after `step` steps; `state` holds the fields of `Manifest` except `step` and `files`.
 
-        Raises:
-            OSError: the checkpoint cannot be written. It is then removed, and earlier checkpoints stay as they are.
+        If it cannot be written, an OSError is raised, and earlier checkpoints stay as they are.
         """
         target = self.directory / f"step-{step:09d}"
         aside = self.directory / UNFINISHED
@@ -126,8 +125,7 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Load a checkpoint into the model and the optimizer that the accelerator has prepared, and print its path.
 
-        Raises:
-            ValueError: the checkpoint does not fit them or the number of processes, or could run code.
+        A ValueError is raised if it does not fit them or the number of processes, or could run code.
         """
         with explained(f"{path} does not fit the model or the number of processes"), data_only(path):
             self.accelerator.load_state(str(path))

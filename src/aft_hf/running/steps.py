@@ -11,9 +11,6 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
 class Training(Protocol):
     """One training: its steps, and what happens in between. `take_steps` runs it."""
 
@@ -54,7 +51,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -165,10 +165,8 @@ def evaluate_language_model(
     The text is that of all rows, each tokenized alone, without separators. The tokenizer adds no special tokens; one
     that is written in the text is a single token. Every token but the first of the text, which has no context, is
     scored once, as by `Windows`: each block predicts the next token at all its positions, and the last block ends
-    with the text. A byte model thus has the same bits per byte here and in `aft-hf train`.
-
-    `bits_per_byte` compares models with different tokenizers: it is the code length of the text per byte of UTF-8,
-    `bits_per_token` x tokens / bytes. The first token thus counts as the mean of the others.
+    with the text, as in `aft-hf train`. `bits_per_byte` compares models with different tokenizers: it is
+    `bits_per_token` x tokens / bytes of UTF-8, so the first token counts as the mean of the others.
 
     The model is on the device to run on. `stride` is the number of tokens from the start of one block to the start of
     the next; the others, `block_size - stride`, are only context. Default: `block_size`. A ValueError is raised if the

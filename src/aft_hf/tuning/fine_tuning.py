@@ -33,8 +33,7 @@ from transformers.utils import logging
 
 from ..atomic_files import move_into, refuse_to_replace
 from ..configuration_aft import AFTConfig, pair
-from ..conversion import read_source
-from ..conversion.source import load_image_processor
+from ..conversion.source import load_image_processor, read_source
 from ..data.classes import model_classes, require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_numbers, match_classes, trained_classes
 from ..data.loading import hold_out, load_splits, refuse_inside, require_column
@@ -78,8 +77,13 @@ def parse_arguments(words: Sequence[str]) -> TrainingArguments:
 def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str, float]:
     """Train, evaluate, save, push if requested, and return the metrics; `options` are those of `finetune_command`."""
     set_seed(arguments.seed)
-    _check_output(Path(str(arguments.output_dir)))
-    refuse_inside(str(arguments.output_dir), options.train, options.validation, options.dataset_name)
+    directory = Path(str(arguments.output_dir))
+    refuse_links(directory)
+    for name in (TRAINER_STATE_NAME, "train_results.json", "eval_results.json", ALL_RESULTS):  # which Trainer writes
+        refuse_to_replace(directory / name)
+    if (directory / ALL_RESULTS).exists():  # which it extends
+        read_json(directory / ALL_RESULTS, dict[str, Any])
+    refuse_inside(str(directory), options.train, options.validation, options.dataset_name)
     trainer = _build_trainer(options, arguments)
     metrics = _train(trainer, arguments) if arguments.do_train else {}
     if arguments.do_eval:
@@ -101,10 +105,8 @@ def _build_trainer(options: SimpleNamespace, arguments: TrainingArguments) -> "F
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, source, **hub)
     if not is_image_classifier(config):
-        raise ValueError(
-            f"{source}: is no image classifier; to train a language model further, give it as model.pretrained of a "
-            "recipe to aft-hf train"
-        )
+        instead = "to train a language model further, give it as model.pretrained of a recipe to aft-hf train"
+        raise ValueError(f"{source}: is no image classifier; {instead}")
     with arguments.main_process_first():
         splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
         if "train" not in splits and (trains or "validation" not in splits):
@@ -154,15 +156,6 @@ def _build_trainer(options: SimpleNamespace, arguments: TrainingArguments) -> "F
             "temperature": options.distillation_temperature,
         },
     )
-
-
-def _check_output(directory: Path) -> None:
-    """Raise an error for what Trainer would write through, or could not read, after the training."""
-    refuse_links(directory)
-    for name in (TRAINER_STATE_NAME, "train_results.json", "eval_results.json", ALL_RESULTS):
-        refuse_to_replace(directory / name)
-    if (directory / ALL_RESULTS).exists():  # it is extended
-        read_json(directory / ALL_RESULTS, dict[str, Any])
 
 
 class SavedState(Document):
@@ -248,9 +241,9 @@ class FineTuner(Trainer):
     """transformers' Trainer with additional options for AFT models and image classifiers.
 
     `augment` is applied to the pixel values, (B, channels, height, width), of each training batch: in the training
-    step, not in the data loader, so a resumed training draws the same random numbers. `teacher` is a ViT or DeiT with
-    the same classes. It receives the pixel values of the model, so both need the same normalization. `distillation`
-    holds arguments of `distillation_loss`; `position_bias_scale` is that of `parameter_groups`.
+    step, so that a resumed training draws the same random numbers. `teacher` is a ViT or DeiT with the same classes
+    and the same normalization, since it receives the pixel values of the model. `distillation` holds arguments of
+    `distillation_loss`; `position_bias_scale` is that of `parameter_groups`.
     """
 
     model: Any
@@ -270,9 +263,8 @@ class FineTuner(Trainer):
         self.sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose checkpoints have files of their own
         if teacher is not None:
             if teacher.base_model is teacher:
-                raise ValueError(
-                    f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
-                )
+                kind = type(teacher).__name__
+                raise ValueError(f"the teacher is a {kind}, which has no classifier: give an image classifier")
             self.teacher_classes = teacher_classes(teacher.config, self.model.config)
             teacher.eval().requires_grad_(False).to(self.args.device)
 
@@ -296,11 +288,11 @@ class FineTuner(Trainer):
         """Return Trainer's loss, in training with augmentation and distillation as configured."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
-        labels, share = inputs.get("labels"), None
-        if num_items_in_batch is not None and labels is not None and labels.dim() == 1:
+        share: Any = 1.0
+        if num_items_in_batch is not None:
             # Many classifiers of transformers ignore `num_items_in_batch`, and the teacher's loss is a mean, too.
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            share, num_items_in_batch = (labels != -100).sum() * processes / num_items_in_batch, None
+            share, num_items_in_batch = len(inputs["labels"]) * processes / num_items_in_batch, None
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.teacher is not None and model.training:
             pixels = inputs["pixel_values"].to(self.teacher.dtype)
@@ -308,8 +300,7 @@ class FineTuner(Trainer):
             with torch.no_grad(), self.accelerator.autocast():
                 taught = self.teacher(pixels, interpolate_pos_encoding=other_size).logits[:, self.teacher_classes]
             loss = distillation_loss(loss, outputs.logits, taught, **self.distillation)
-        loss = loss if share is None else loss * share
-        return (loss, outputs) if return_outputs else loss
+        return (loss * share, outputs) if return_outputs else loss * share
 
     # `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
     # file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
@@ -368,8 +359,6 @@ def distillation_loss(
     `loss` is a mean over the batch; z and z_t are logits, (B, classes). No gradient flows to the teacher. DeiT uses a
     weight of 0.1 for soft and 0.5 for hard distillation, and a temperature of 3.
     """
-    if kind not in ("soft", "hard"):
-        raise ValueError(f"distillation must be one of soft, hard, got {kind!r}")
     if not 0 <= weight <= 1 or temperature <= 0:
         raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
