@@ -29,9 +29,7 @@ from transformers.utils import (
     CONFIG_NAME,
     IMAGE_PROCESSOR_NAME,
     PROCESSOR_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     cached_file,
 )
@@ -71,8 +69,6 @@ IMAGE_PROCESSORS = {
 }
 IMAGES = ((32, 32), (1024, 32))  # sizes that they are tried on, as long as `open_image` allows
 
-NOWHERE = "no such directory or file, and the Hub does not provide it: check the name, or go online (HF_HUB_OFFLINE)"
-
 
 def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any) -> Path | None:
     """Return the path of a file in a directory or, by `cached_file` of transformers, on the Hub, or None without it.
@@ -82,8 +78,7 @@ def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any)
     local = Path(source) / filename
     if local.exists() and not local.is_file():
         raise InputError(f"{local}: is not a regular file")
-    unknown = filename == CONFIG_NAME and not Path(source).exists()
-    with explained(f"{source}: {NOWHERE if unknown else f'{filename} cannot be read'}"):
+    with explained(f"{source}: {filename} cannot be read"):
         hub["_raise_exceptions_for_connection_errors"] = not optional
         path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **hub)
     return None if path is None else Path(path)
@@ -91,15 +86,15 @@ def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any)
 
 def weight_files(source: str) -> list[Path]:
     """Return the weight files that transformers reads from a directory or a repository on the Hub."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if path := find_file(source, name):
-            if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-                return [path]
+            return [path]
+        if index := find_file(source, f"{name}.index.json"):
             shards = []
-            for shard in sorted(set(read_json(path, WeightsIndex).weight_map.values())):
-                if (found := find_file(source, shard)) is None:
+            for shard in sorted(set(read_json(index, WeightsIndex).weight_map.values())):
+                if (path := find_file(source, shard)) is None:
                     raise InputError(f"{source}: {shard} is missing, although the weight index lists it")
-                shards.append(found)
+                shards.append(path)
             return shards
     return []
 
@@ -128,7 +123,8 @@ def read_config(source: str | os.PathLike[str], *, trusted: bool = False, **hub:
         instead = f"; give one of its checkpoints: {shortened(', '.join(map(str, saved)))}" if saved else ""
         raise InputError(f"{name}: the directory contains no {CONFIG_NAME}{instead}")
     if path is None:
-        raise InputError(f"{name}: {NOWHERE}")
+        told = "check the name; when offline (HF_HUB_OFFLINE), go online or download it first"
+        raise InputError(f"{name}: no such directory or file, and the Hub does not provide it: {told}")
     config = read_json(path, ModelConfig)
     entries = () if trusted else _entries(config.model_dump(exclude={"auto_map"}))
     if places := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
@@ -163,14 +159,11 @@ MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and
 
 def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
     """Return the license that the card of a saved model states, as `license_terms` does."""
-    if Path(source).is_file():  # a weight file has no card, and its path may have the form of an id on the Hub
-        return {}
-    try:
-        path = find_file(str(source), "README.md", optional=True)
-        header = {} if path is None else parse_header(read_text(path), str(path))
+    try:  # a weight file has no card, and its path may have the form of an id on the Hub
+        path = None if Path(source).is_file() else find_file(str(source), "README.md", optional=True)
+        return {} if path is None else license_terms(parse_header(read_text(path), str(path)))
     except Exception:  # the card may be anything, and no command depends on it
         return {}
-    return license_terms(header)
 
 
 def license_terms(values: Mapping[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ Content = TypeVar("Content")
 class Document(BaseModel):
     """Base class of the schemas of JSON objects: declared keys have exactly their types, other keys are kept."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 def _inside(name: str) -> str:

@@ -62,9 +62,7 @@ def finetune_command(
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
     augmentation: Annotated[str, in_data(help="none, shift, crop or resized_crop.")] = "none",
-    position_bias_scale: Annotated[
-        float, in_training(help="Factor on the learning rate of position biases; 1 after a conversion.")
-    ] = 1.0,
+    position_bias_scale: Annotated[float, in_training(help="Factor on the learning rate of position biases.")] = 1.0,
     teacher: Annotated[str | None, in_distillation(help="ViT or DeiT of the same classes and normalization.")] = None,
     distillation: Annotated[Literal["soft", "hard"], in_distillation(help="Loss, as in DeiT.")] = "soft",
     distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,

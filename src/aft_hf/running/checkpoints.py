@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from accelerate import Accelerator
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
@@ -39,8 +39,6 @@ class Record(Document):
     """The losses, evaluations and training time of a run. Losses are means over `log_every` steps each, counted from
     the first step of the run, so an interrupted run records the same values as an uninterrupted run.
     """
-
-    model_config = ConfigDict(frozen=False)
 
     losses: Losses = []
     evaluations: list[dict[str, int | float]] = []

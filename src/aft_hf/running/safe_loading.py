@@ -20,7 +20,7 @@ from ..errors import InputError, explained
 
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
-NEVER_READ = ("training_args.bin",)  # objects other than data, which Trainer writes for information only
+NEVER_READ = "training_args.bin"  # objects other than data, which Trainer writes for information only
 SHARD_TABLE = ".metadata"  # plain pickle of `torch.distributed.checkpoint`; tables of single processes have a prefix
 
 # All types in a shard table besides PyTorch's dtypes and the types that its module `metadata` defines.
@@ -74,7 +74,7 @@ def _check(path: Path) -> None:
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file).load(), metadata.Metadata):
                     raise ValueError("it is not a shard table")
-        elif path.suffix in PICKLES and path.name not in NEVER_READ:
+        elif path.suffix in PICKLES and path.name != NEVER_READ:
             for name in sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
                 raise _refusal(name)
 

@@ -279,11 +279,7 @@ class FineTuner(Trainer):
         return self.optimizer
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return Trainer's loss, in training with augmentation and distillation as configured."""
         if self.augment is not None and model.training:
@@ -326,14 +322,12 @@ class FineTuner(Trainer):
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
-    def create_model_card(
-        self, language: str | None = None, license: str | None = None, *arguments: Any, **options: Any
-    ) -> None:
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for other models."""
         if self.model.config.model_type == AFTConfig.model_type:
-            write_card(Path(str(self.args.output_dir)), repo_id=self.hub_model_id, license=license)
+            write_card(Path(str(self.args.output_dir)), repo_id=self.hub_model_id, license=options.get("license"))
         else:
-            super().create_model_card(language, license, *arguments, **options)
+            super().create_model_card(*arguments, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
@@ -364,10 +358,6 @@ def distillation_loss(
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
     if kind == "hard":
         return (1 - weight) * loss + weight * F.cross_entropy(logits, teacher_logits.argmax(-1))
-    divergence = F.kl_div(
-        F.log_softmax(logits / temperature, -1),
-        F.log_softmax(teacher_logits / temperature, -1),
-        reduction="batchmean",
-        log_target=True,
-    )
+    ours, taught = (F.log_softmax(each / temperature, -1) for each in (logits, teacher_logits))
+    divergence = F.kl_div(ours, taught, reduction="batchmean", log_target=True)
     return (1 - weight) * loss + weight * temperature**2 * divergence
