@@ -310,16 +310,14 @@ def no_larger_than_weights(directory: Path) -> Iterator[None]:
     The fields that determine the size depend on the model type, so the tensors are counted while transformers builds
     the model on the meta device. Missing weights would then be initialized, which takes time and memory.
     """
-    tensors = elements = size = 0
+    weights = [path for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES) and path.is_file()]
+    size, tensors, elements = sum(path.stat().st_size for path in weights), 0, 0
 
     def count(module: nn.Module, name: str, tensor: Any) -> None:
-        nonlocal tensors, elements, size
+        nonlocal tensors, elements
         if tensor is None or not tensor.is_meta:
             return
         tensors, elements = tensors + 1, elements + tensor.numel()
-        if tensors <= FREE_TENSORS and elements <= FREE_ELEMENTS:
-            return
-        size = size or sum(path.stat().st_size for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES))
         # In files, a tensor takes about 256 bytes with its name and shape, and an element at least 2 bits.
         if tensors > FREE_TENSORS + size // 256 or elements > FREE_ELEMENTS + 4 * size:
             describes = f"describes a model of over {elements:,} elements in {tensors:,} tensors"

@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .errors import InputError, described, explain
+from .errors import InputError, described, explain, explained
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
@@ -122,20 +122,17 @@ def read_json(path: Path, kind: type[Content]) -> Content:
 
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, with the checks of `read_json`."""
-    try:
-        return _content(path).decode()
-    except UnicodeDecodeError as problem:
-        raise InputError(f"{path}: is not UTF-8 text") from problem
+    with explained(f"{path}: is not UTF-8 text"):
+        text = _content(path).decode()
+    return text
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with explained(f"{path}: cannot be read"):
         if not path.is_file():  # opening a pipe waits for a writer, and reading it may never end
             raise InputError(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
         with path.open("rb") as file:
             content = file.read(LARGEST_JSON + 1)
-    except OSError as problem:
-        raise InputError(f"{path}: cannot be read ({problem.strerror})") from problem
     if len(content) > LARGEST_JSON:
         raise InputError(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content

@@ -14,7 +14,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ..atomic_files import write_atomic
 from ..errors import InputError, described, shortened
 from ..reading import read_text
 
@@ -79,8 +78,7 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        with write_atomic(directory / OWNER) as file:
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        (directory / OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}")
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()

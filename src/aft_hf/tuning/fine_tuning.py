@@ -23,7 +23,6 @@ from transformers import (
     HfArgumentParser,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -57,7 +56,7 @@ ALL_RESULTS = "all_results.json"
 SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "fp16"]
 SAME += ["label_smoothing_factor", "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm"]
 SAME += ["optim", "optim_args", "seed", "warmup_steps", "train_sampling_strategy", "weight_decay"]
-IDENTITY = "aft_hf"  # key of the values of `Identity` in the state of Trainer
+IDENTITY = "aft_hf"  # key of the values of `_identity` in the state of Trainer
 
 
 def parse_arguments(words: Sequence[str]) -> TrainingArguments:
@@ -164,43 +163,37 @@ class SavedState(Document):
     global_step: Annotated[int, Field(ge=0, lt=2**53)]
     train_batch_size: Annotated[int, Field(gt=0)]
     log_history: list[dict[str, Any]] = []
-    stateful_callbacks: dict[str, dict[str, Any]] = {}
+    stateful_callbacks: dict[str, Any] = {}
 
 
-class Identity(TrainerCallback):
-    """Callback that records in checkpoints what determines the result, except the length of the training."""
-
-    def __init__(self, trainer: "FineTuner"):
-        arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
-        values = {name: getattr(arguments, name) for name in SAME} | {
-            DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
-            "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
-            "position_bias_scale": trainer.position_bias_scale,
-            "augmentation": repr(trainer.augment),
-            "teacher's weights": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
-            "distillation": trainer.distillation,
-            "image processor": cast(Any, trainer.processing_class).to_dict(),
-        }
-        for name, model in (("model", trainer.model), ("teacher", trainer.teacher)):
-            if model is not None:
-                values[name] = model.config.to_dict() | {"_name_or_path": None, "transformers_version": None}
-        self.values: dict[str, Any] = json.loads(json.dumps(values, default=str))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        state.stateful_callbacks[IDENTITY] = self.values  # in trainer_state.json
+def _identity(trainer: "FineTuner") -> dict[str, Any]:
+    """Return what determines the result of a training, except its length, as values of JSON."""
+    arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
+    values = {name: getattr(arguments, name) for name in SAME} | {
+        DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
+        "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+        "position_bias_scale": trainer.position_bias_scale,
+        "augmentation": repr(trainer.augment),
+        "teacher's weights": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
+        "distillation": trainer.distillation,
+        "image processor": cast(Any, trainer.processing_class).to_dict(),
+    }
+    for name, model in (("model", trainer.model), ("teacher", trainer.teacher)):
+        if model is not None:
+            values[name] = model.config.to_dict() | {"_name_or_path": None, "transformers_version": None}
+    return json.loads(json.dumps(values, default=str))
 
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
     """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
     with owned(Path(str(arguments.output_dir))):
-        checkpoint, identity = _checkpoint(arguments), Identity(trainer)
-        trainer.add_callback(identity)
+        checkpoint, trainer.identity = _checkpoint(arguments), _identity(trainer)
         if checkpoint is not None:
             saved = read_json(checkpoint / TRAINER_STATE_NAME, SavedState).stateful_callbacks.get(IDENTITY)
-            if saved is None:
-                logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
+            if isinstance(saved, dict):
+                refuse_changes(checkpoint, saved, trainer.identity, "another --output-dir for a new run")
             else:
-                refuse_changes(checkpoint, saved, identity.values, "another --output-dir for a new run")
+                logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
             # Trainer would begin with a new optimizer if its file is missing.
             for name in () if trainer.sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not (checkpoint / name).is_file():
@@ -260,6 +253,7 @@ class FineTuner(Trainer):
         super().__init__(**options)
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
+        self.identity: dict[str, Any] = {}  # is saved with checkpoints
         self.sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose checkpoints have files of their own
         if teacher is not None:
             if teacher.base_model is teacher:
@@ -328,6 +322,10 @@ class FineTuner(Trainer):
             write_card(Path(str(self.args.output_dir)), repo_id=self.hub_model_id, license=options.get("license"))
         else:
             super().create_model_card(*arguments, **options)
+
+    def _save_checkpoint(self, *arguments: Any) -> None:
+        self.state.stateful_callbacks[IDENTITY] = self.identity  # in trainer_state.json
+        super()._save_checkpoint(*arguments)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
