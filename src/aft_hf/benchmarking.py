@@ -137,9 +137,8 @@ def _seconds(call: Call) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Make the allocator of glibc keep freed memory, so that the peak memory of this process means nothing.
-
-    Otherwise large tensors may get new pages, which the system clears: a training step takes up to 1.2 times as long.
+    """Make the allocator of glibc keep freed memory. Otherwise large tensors may get new pages, which the system
+    clears: a training step takes up to 1.2 times as long. The peak memory of this process then means nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-1, -1)  # M_TRIM_THRESHOLD

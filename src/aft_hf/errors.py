@@ -49,10 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda key: "") -> str:
-    """Describe the problems of a document in one line: the key, its value, and the allowed values.
-
-    `suggest` returns the end of the message about an unknown key.
-    """
+    """Describe the problems of a document in one line; `suggest` returns the end of what is said of an unknown key."""
     lines: dict[str, str] = {}
     for problem in problems.errors(include_url=False):
         if problem["type"] == "json_invalid":

@@ -37,9 +37,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
     lock. The main process holds the lock for all processes of a launch, and the operating system releases it however
     that process ends. The `folders` that the run will write to are created and tested at once.
 
-    Raises:
-        OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
-            cannot be written, or has links in it (see `refuse_links`). All processes raise the same error.
+    All processes raise the same OSError if another launch holds the lock (the message names its owner), or if the
+    directory or one of the folders cannot be written or has links in it (see `refuse_links`).
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     removes = temporary or not directory.exists()
