@@ -70,8 +70,7 @@ def move_into(directory: Path, otherwise: str = "the files in it are unchanged")
 def unfinished(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory in `directory` that is removed with what is left in it at the end of the context.
 
-    Its name is always the same, so the next call removes what a killed process left, and only one process at a time
-    may write to `directory` in this way.
+    Its name is always the same: the next call removes what a killed process left, and two processes would collide.
     """
     aside = directory / UNFINISHED
     shutil.rmtree(aside, ignore_errors=True)

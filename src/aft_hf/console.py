@@ -55,13 +55,12 @@ def _write_plain(write: Callable[[str], int], has_bars: bool, text: str) -> int:
 
 def no_bars_in_logs() -> None:
     """Disable the progress bars of transformers, datasets and huggingface_hub if stderr is not a terminal."""
-    if sys.stderr.isatty():
-        return
-    # datasets reads this variable on import. An import here would be slow and often needless.
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if "datasets" in sys.modules:
-        sys.modules["datasets"].disable_progress_bars()
-    logging.disable_progress_bar()  # and those of huggingface_hub
+    if not sys.stderr.isatty():
+        # datasets reads this variable on import. An import here would be slow and often needless.
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].disable_progress_bars()
+        logging.disable_progress_bar()  # and those of huggingface_hub
 
 
 def plain_console() -> Console:

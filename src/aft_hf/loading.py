@@ -181,8 +181,7 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
     Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
     `trust_remote_code=True` is set. A `config` in `options` must be a result of this function.
     """
-    options = {"trust_remote_code": False, **options}
-    trusted = options["trust_remote_code"]
+    trusted = options.setdefault("trust_remote_code", False)
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     place, config, build = Path(source), ModelConfig(), partial(auto_class.from_pretrained, source)
     # A tokenizer may be saved without a model.
@@ -280,7 +279,7 @@ def _check_tokenizer_class(files: list[Any]) -> None:
 
 def _try(auto_class: Any, source: str | os.PathLike[str], build: Callable[..., Any], options: dict[str, Any]) -> None:
     """Load a config, load and use a tokenizer or image processor, or build a model without its weights."""
-    is_model = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
+    is_model = issubclass(auto_class, PreTrainedModel)
     if is_model or hasattr(auto_class, "from_config"):
         config = options.get("config") or AutoConfig.from_pretrained(source, **options)
         code = {} if is_model else {"trust_remote_code": options["trust_remote_code"]}

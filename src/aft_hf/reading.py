@@ -58,9 +58,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Document):
-    """Schema of the config.json of any model: the keys that select its classes, and those that configs make lists of.
-    Other sizes and the classes are checked while they are loaded, in `aft_hf.loading`.
-    """
+    """Schema of any config.json: the keys that select the classes, and those that configs make lists of."""
 
     model_type: str | None = None
     architectures: list[str] | None = None

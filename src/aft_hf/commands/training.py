@@ -70,7 +70,7 @@ def finetune_command(
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 
-    All options of TrainingArguments of transformers work, too: --do-train,
+    Options of TrainingArguments of transformers work, too: --do-train,
     --do-eval, --output-dir (default: trainer_output), --num-train-epochs (3),
     --max-steps, --learning-rate (5e-5), --per-device-train-batch-size (8),
     --resume-from-checkpoint (a checkpoint; true: the newest), --bf16 ...
@@ -88,9 +88,7 @@ of_images, of_text = (partial(typer.Option, rich_help_panel=name) for name in ("
 def evaluate_command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
-    data: Annotated[
-        Path, typer.Argument(help="A folder with a folder of images per class, or a parquet, csv, json or text file.")
-    ],
+    data: Annotated[Path, typer.Argument(help="A folder of images by class, or a parquet, csv, json or text file.")],
     image_size: Annotated[list[int] | None, of_images(min=1, help="Side in pixels; may be repeated.")] = None,
     enlarge_patches: Annotated[
         bool, of_images("--enlarge-patches/--keep-patches", help="Resize patches of AFT-conv for --image-size.")

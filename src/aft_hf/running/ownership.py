@@ -58,9 +58,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target.
-
-    `directory` itself must not be a link if its name begins with a dot: no user has made it.
+    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target. If
+    its name begins with a dot, `directory` itself must not be a link, either: no user has made it.
     """
     own = [directory] if directory.name.startswith(".") else []
     inside = (path for pattern in ("*", "checkpoint-*/**/*", f"{RUN}/*") for path in directory.glob(pattern))
