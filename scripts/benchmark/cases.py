@@ -13,10 +13,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import aft_hf
-from aft_hf.benchmarking import ON_GPU, Call, in_new_process, keep_freed_memory, machine, model_call, peak_bytes
+from aft_hf.benchmarking import ON_GPU, Call, keep_freed_memory, machine, model_call
 from aft_hf.benchmarking import seconds_in_turns as take_turns
 from aft_hf.kernels.library import runnable_variants
 
+from .memory import in_new_process, peak_bytes
 from .models import Images, Text, without_mixing
 
 

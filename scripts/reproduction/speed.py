@@ -7,18 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
-from aft_hf.benchmarking import (
-    ON_GPU,
-    Call,
-    in_new_process,
-    keep_freed_memory,
-    model_call,
-    peak_bytes,
-    seconds_in_turns,
-)
+from aft_hf.benchmarking import ON_GPU, Call, keep_freed_memory, model_call, seconds_in_turns
 from aft_hf.mixing_aft import Mixing, mix
 from aft_hf.position_biases_aft import NoBias
 
+from ..benchmark.memory import in_new_process, peak_bytes
 from .arms import SPEEDS, Speed, Widths
 from .baselines import causal_linear_attention
 

@@ -36,8 +36,8 @@ if is_torchvision_available():
 
     _processors["torchvision"] = ViTImageProcessor
 auto.AutoImageProcessor.register(AFTConfig, image_processor_classes=_processors, exist_ok=True)
-# `transformers serve` and TRL look up the class that config.json names in the module transformers. (transformers
-# replaces itself in `sys.modules` when some of its submodules are imported, so an earlier reference may be stale.)
+# `transformers serve` and TRL look up the class that config.json names in the module transformers. It replaces itself
+# in `sys.modules` when some of its submodules are imported.
 for _model in (AFTModel, AFTBackbone, *HEADS):
     getattr(auto, str(_model._auto_class)).register(AFTConfig, _model, exist_ok=True)
     setattr(sys.modules["transformers"], _model.__name__, _model)

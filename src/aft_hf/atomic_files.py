@@ -1,8 +1,4 @@
-"""Atomic writing: a file exists completely or not at all, and nothing but a regular file is replaced. Checksums.
-
-`write_atomic` writes one file. `unfinished` gives a directory in which a caller writes several before it moves them,
-and `move_into` moves them into a directory: all of them or none.
-"""
+"""Atomic writing: a file exists completely or not at all, and nothing but a regular file is replaced. Checksums."""
 
 import hashlib
 import json
@@ -26,10 +22,8 @@ UNFINISHED = ".aft-hf-unfinished"  # directory of files that are still being wri
 def write_atomic(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing that is renamed to `path` when the block ends without an error.
 
-    The directory is created if necessary. Several processes may write the same path at the same time.
-
-    Raises:
-        OSError: the path cannot be written, or is refused by `refuse_to_replace`.
+    The directory is created if necessary. Several processes may write the same path at the same time. An OSError is
+    raised if the path cannot be written, or is refused by `refuse_to_replace`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     refuse_to_replace(path)
@@ -55,10 +49,10 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def move_into(directory: Path, otherwise: str = "the files in it are unchanged") -> Iterator[Path]:
-    """Yield a temporary directory, and move its files to `directory` at the end of the context.
+    """Yield a temporary directory, and move its files to `directory` at the end of the context, all of them or none.
 
-    A file appears in `directory` complete or not at all. If one cannot be written, none is moved and none is left, and
-    an OSError gives the reason and what holds `otherwise`, whichever type of error the library that writes raises.
+    If one cannot be written, an OSError gives the reason and what holds `otherwise`, whichever type of error the
+    library that writes raises.
     """
     try:
         with unfinished(directory) as aside:
@@ -76,8 +70,7 @@ def move_into(directory: Path, otherwise: str = "the files in it are unchanged")
 def unfinished(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory in `directory` that is removed with what is left in it at the end of the context.
 
-    Its name is always the same, so the next call removes what a killed process left. Only one process at a time may
-    write to `directory` in this way.
+    Its name is always the same: the next call removes what a killed process left, and two processes would collide.
     """
     aside = directory / UNFINISHED
     shutil.rmtree(aside, ignore_errors=True)
@@ -89,9 +82,8 @@ def unfinished(directory: Path) -> Iterator[Path]:
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise an OSError unless `path` is a regular file or does not exist.
-
-    A symlink is refused, too: the caller would lose it if it were replaced, and its target if it were followed.
+    """Raise an OSError unless `path` is a regular file or does not exist. A symlink is refused: the caller would lose
+    it if it were replaced, and its target if it were followed.
     """
     if path.is_symlink():
         raise OSError(f"{path}: is a link to {os.readlink(path)}; remove it, or give the path of a file")

@@ -1,14 +1,11 @@
-"""Compare the time and peak memory of saved models side by side: the command `aft-hf benchmark`."""
+"""Compare the time and, on a GPU, the peak memory of saved models: the command `aft-hf benchmark`."""
 
 import ctypes
 import inspect
-import multiprocessing
 import platform
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,63 +23,56 @@ from .loading import load
 Call = Callable[[], object]
 Size = tuple[int, str] | None  # of images or texts: a number, and its unit
 ON_GPU = torch.cuda.is_available()
-LONG_CALL = 5.0  # seconds; a longer call is warmed up once
 
 
 def benchmark_command(
     models: Annotated[list[str], typer.Argument(help="Directories or Hub ids of models of transformers or AFT.")],
-    image_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Side of images in pixels; may be repeated. Default: the model's.")
-    ] = None,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Tokens of the texts; may be repeated. Default: the model's maximum, up to 1024."),
-    ] = None,
+    image_size: Annotated[list[int] | None, typer.Option(min=1, help="Pixels per side. Default: the model's.")] = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens. Default: the model's, up to 1024.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images or texts per call.")] = 8,
     training: Annotated[bool, typer.Option("--training", help="Training steps (AdamW), not inference.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="bfloat16: in training by autocast.")] = False,
     turns: Annotated[int, typer.Option(min=1, help="Timed calls of each model.")] = 7,
 ) -> None:
-    """Compare the speed and peak memory of models, which take turns in one process.
+    """Compare the speed and, on a GPU, the peak memory of models, which take turns.
 
     Both are relative to the first model: a speed of 2 x takes half its time, a memory of 2 x takes twice its memory.
+    --image-size and --length may be repeated.
     """
     if image_size and length:
         raise ValueError("give --image-size or --length, not both: models read either images or texts")
     table = Table("size", "model")
-    for name in ("ms", "x speed", "MiB", "x memory"):
+    for name in ("ms", "x speed", *(("MiB", "x memory") if ON_GPU else ())):
         table.add_column(name, justify="right")
     given: list[Size] = [*((x, "px") for x in image_size or ()), *((x, "tokens") for x in length or ())]
-    sizes = given or [None]  # None: the model's own
-    for size in sizes:
+    for size in given or [None]:  # None: the model's own
         options = {"size": size, "batch_size": batch_size, "training": training, "bf16": bf16}
         size_name, rows = measure(models, turns=turns, **options)
-        for model, row in rows.items():
-            (seconds, peak), (first_seconds, first_peak) = row, rows[models[0]]
-            memory = [f"{peak / 2**20:.1f}", f"{peak / first_peak:.2f}"] if peak else ["-", "-"]
+        first_seconds, first_peak = rows[models[0]]
+        for model, (seconds, peak) in rows.items():
+            memory = [f"{peak / 2**20:.1f}", f"{peak / first_peak:.2f}"] if ON_GPU else []
             table.add_row(size_name, model, f"{1e3 * seconds:.1f}", f"{first_seconds / seconds:.2f}", *memory)
         table.add_section()
     task = "training step" if training else "forward pass"
     plain_console().print(table)
     print(f"{task}, batch size {batch_size}, {'bfloat16' if bf16 else 'float32'}, {machine()}")
-    print("ms: median time of a call. MiB: peak memory of a call, beyond the weights of the model.")
-    print("x speed, x memory: relative to the first model; 2 x speed is half its time, 2 x memory twice its memory.")
+    print("ms: median time of a call; x speed: relative to the first model, 2 x is half its time.")
+    if ON_GPU:
+        print("MiB: peak memory of a call, beyond what is kept between calls; x memory: relative to the first model.")
 
 
 def measure(sources: list[str], *, turns: int, **options: Any) -> tuple[str, dict[str, tuple[float, int]]]:
-    """Return the size of the inputs in words and, by source, the median seconds and the peak bytes of a call.
+    """Return the size of the inputs in words and, by source, the median seconds and (on a GPU) peak bytes of a call.
 
     The options are those of `build_call`. Without a size, all models get the own size of the first one.
     """
-    keep_freed_memory()
     calls = {}
     for source in sources:
         with explained(f"{source}: cannot be measured"):
             calls[source], options["size"] = build_call(source, **options)
             calls[source]()
     taken = seconds_in_turns(calls, turns)
-    del calls
-    measured = {x: (statistics.median(taken[x]), in_new_process(_peak, x, options)) for x in sources}
+    measured = {x: (statistics.median(taken[x]), gpu_peak_bytes(calls[x]) if ON_GPU else 0) for x in sources}
     return "{} {}".format(*options["size"]), measured
 
 
@@ -92,9 +82,8 @@ def build_call(source: str, *, size: Size, batch_size: int, training: bool, bf16
     named = getattr(sys.modules["transformers"], name, None)  # AFT's classes, too
     kind = named if isinstance(named, type) and issubclass(named, PreTrainedModel) else AutoModel
     model = load(kind, source, dtype="float32").to("cuda" if ON_GPU else "cpu")
-    config, takes = model.config, inspect.signature(model.forward).parameters
-    options = {"interpolate_pos_encoding": True, "use_cache": False}
-    options = {name: value for name, value in options.items() if name in takes}
+    config, usual = model.config, {"interpolate_pos_encoding": True, "use_cache": False}
+    options = {name: usual[name] for name in usual.keys() & inspect.signature(model.forward).parameters}
     torch.manual_seed(0)
     unit = "px" if model.main_input_name == "pixel_values" else "tokens"
     if size and size[1] != unit:
@@ -131,10 +120,9 @@ def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool
 def seconds_in_turns(calls: Mapping[Any, Call], turns: int) -> dict[Any, list[float]]:
     """Time calls that take turns (A B A B ...), so that other load on the machine affects all of them.
 
-    Each call is made twice before it is timed, but only once if it takes longer than `LONG_CALL`. Returns the seconds
-    of each timed call by the key of the call.
+    Each call is made twice before it is timed. Returns the seconds of each timed call by the key of the call.
     """
-    for call in [call for call in calls.values() if _seconds(call) <= LONG_CALL]:
+    for call in [*calls.values()] * 2:
         call()
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(turns)]
     return {name: [each[name] for each in rounds] for name in calls}
@@ -149,63 +137,20 @@ def _seconds(call: Call) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Make the allocator of glibc keep freed memory. Peak memory cannot be measured in such a process.
-
-    Otherwise large tensors may get new pages, which the system clears: a training step takes up to 1.2 times as long.
+    """Make the allocator of glibc keep freed memory. Otherwise large tensors may get new pages, which the system
+    clears: a training step takes up to 1.2 times as long. The peak memory of this process then means nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a new process, which Ctrl-C ends without a traceback of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        before = {*multiprocessing.active_children()}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
-        try:
-            result = process.submit(function, *arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            return result.result()
-        except KeyboardInterrupt:
-            for child in {*multiprocessing.active_children()} - before:
-                child.kill()
-            raise
-
-
-def _peak(source: str, options: dict[str, Any]) -> int:
-    return peak_bytes(build_call(source, **options)[0])
-
-
-def peak_bytes(call: Call) -> int:
-    """Bytes in use at the peak of a call, beyond those in use before it; 0 where they cannot be measured.
-
-    On a CPU this is the memory of the whole process, which must do nothing else and run on Linux with glibc.
-    """
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    if sys.platform != "linux":
-        return 0
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD: freed tensors return to the system at once
-    libc.malloc_trim(0)  # free memory left by building would hide allocations of the call
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    at_start = _process_status()
+def gpu_peak_bytes(call: Call) -> int:
+    """Bytes in use on the GPU at the peak of a call, beyond those in use before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     call()
-    at_end = _process_status()
-    libraries = at_end["RssFile"] - at_start["RssFile"]  # pages of code that the call loads first
-    return at_end["VmHWM"] - at_start["VmRSS"] - libraries
-
-
-def _process_status() -> dict[str, int]:
-    """The memory lines of /proc/self/status in bytes."""
-    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: 1024 * int(value.split()[0]) for name, _, value in lines if value.strip().endswith("kB")}
+    return torch.cuda.max_memory_allocated() - before
 
 
 def machine() -> str:

@@ -16,12 +16,7 @@ from .commands.visualization import visualize_command
 from .console import no_bars_in_logs, plain_output, reported
 
 
-app = typer.Typer(
-    help="Attention Free Transformer for the Hugging Face ecosystem.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _print_versions(wanted: bool) -> None:
@@ -37,8 +32,7 @@ def options(
         bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions, and exit.")
     ] = False,
 ) -> None:
-    # No docstring: it would replace the help of the application.
-    pass
+    """Attention Free Transformer for the Hugging Face ecosystem."""
 
 
 app.command("convert")(convert_command)
@@ -70,7 +64,3 @@ def main() -> None:
     own = "--help" in sys.argv or sys.argv[1:2] == ["transformers"]
     with nullcontext() if own else plain_output(), reported("aft-hf"):
         app(prog_name="aft-hf")
-
-
-if __name__ == "__main__":
-    main()

@@ -33,8 +33,8 @@ def refuse_unused(context: typer.Context, needs: Mapping[str, str]) -> None:
 def plain_output() -> Iterator[None]:
     """Context manager for a command: nothing that it or a library prints or logs controls the terminal.
 
-    Names and contents of files can hold escape sequences. Colors are left out, and other characters that are not
-    printable become spaces. The streams are changed in place, since handlers of logging hold them.
+    Colors are left out, and other characters that are not printable become spaces. The streams are changed in place,
+    since handlers of logging hold them.
     """
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream in streams:
@@ -54,17 +54,13 @@ def _write_plain(write: Callable[[str], int], has_bars: bool, text: str) -> int:
 
 
 def no_bars_in_logs() -> None:
-    """Disable the progress bars of transformers, datasets and huggingface_hub if stderr is not a terminal.
-
-    For bars of tqdm, the argument `disable=None` has the same effect.
-    """
-    if sys.stderr.isatty():
-        return
-    # datasets reads this variable on import. An import here would be slow and often needless.
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if "datasets" in sys.modules:
-        sys.modules["datasets"].disable_progress_bars()
-    logging.disable_progress_bar()  # and those of huggingface_hub
+    """Disable the progress bars of transformers, datasets and huggingface_hub if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        # datasets reads this variable on import. An import here would be slow and often needless.
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].disable_progress_bars()
+        logging.disable_progress_bar()  # and those of huggingface_hub
 
 
 def plain_console() -> Console:

@@ -20,19 +20,16 @@ ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class InputError(ValueError):
-    """What a user gave is invalid: a file, a response or an option. The message is one line: its name, the invalid
-    value and what is allowed.
-    """
+    """What a user gave is invalid; the message is one line, with its name, the value and what is allowed."""
 
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Context manager that converts any exception of a library that reads an untrusted file to a one-line error.
+    """Context manager that converts any exception of a library to a one-line error: `what`, with the message of the
+    exception in parentheses.
 
-    Put it around a single call of the library: `with explained(f"{name}: no readable config.json"): ...`. Libraries
-    index into parsed content, so a file with unexpected content can cause any exception. Only interrupts,
-    `MemoryError`, `ModuleNotFoundError` and errors that are already one line pass unchanged. The message is `what`,
-    with that of the exception in parentheses.
+    Libraries index into parsed content, so a file with unexpected content can cause any exception. Only interrupts,
+    `MemoryError`, `ModuleNotFoundError` and errors that are already one line pass unchanged.
     """
     try:
         yield
@@ -52,10 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(problems: ValidationError, suggest: Callable[[str], str] = lambda key: "") -> str:
-    """Describe the problems of a document in one line: the key, its value, and the allowed values.
-
-    `suggest` returns the end of the message about an unknown key.
-    """
+    """Describe the problems of a document in one line; `suggest` returns the end of what is said of an unknown key."""
     lines: dict[str, str] = {}
     for problem in problems.errors(include_url=False):
         if problem["type"] == "json_invalid":
@@ -92,9 +86,7 @@ def complete_message(text: str) -> PydanticCustomError:
 
 
 def described(error: BaseException) -> str:
-    """An error's message in one line, shortened. The name of the class is added if the message alone says little, as
-    in KeyError: 'shape'.
-    """
+    """An error's message in one line, shortened; with the class if it alone says little, as in KeyError: 'shape'."""
     words = shortened(message_of(error))
     return words if words and isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {words}"
 

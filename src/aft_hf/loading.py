@@ -1,6 +1,4 @@
-"""Load models, configs, tokenizers and processors from a directory or the Hub: files are checked first, no code of the
-source is executed, and errors are one line.
-"""
+"""Load models, configs, tokenizers and processors: files are checked first, and no code of the source is executed."""
 
 import hashlib
 import json
@@ -31,9 +29,7 @@ from transformers.utils import (
     CONFIG_NAME,
     IMAGE_PROCESSOR_NAME,
     PROCESSOR_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     cached_file,
 )
@@ -58,12 +54,11 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".tar", ".ckpt")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FREE_TENSORS, FREE_ELEMENTS = 2**11, 2**27  # that take a second and half a gigabyte, for weights of any size
 
-# Options that replace names of attention and experts in a config.json, also in its nested configs, by the default of
+# Options that replace names of attention and experts in a config.json, also in nested configs, by the default of
 # transformers: the name can be a kernel on the Hub, which transformers would download and run.
 OWN_KERNELS: dict[str, Any] = {"_attn_implementation": None, "_experts_implementation": None}
 # Keys of a config.json, at any depth, with which libraries load other files: kernels on the Hub, pickles (timm),
-# weights of another name, and the config of another model. The `auto_map` of the whole model is not among them: it is
-# used only if the source is trusted, whereas transformers asks the user about nested ones.
+# weights of another name, and the config of another model. The outermost `auto_map` is used only if it is trusted.
 ELSEWHERE = ("auto_map", "quantization_config", "checkpoint_path", "transformers_weights", "backbone")
 
 # The image processors of image classifiers. Others cut images into any number of tiles, or open more files.
@@ -74,23 +69,16 @@ IMAGE_PROCESSORS = {
 }
 IMAGES = ((32, 32), (1024, 32))  # sizes that they are tried on, as long as `open_image` allows
 
-NOWHERE = (
-    "no such directory or file, and the Hub does not provide it: check the name; when offline (HF_HUB_OFFLINE), go "
-    "online or download it first"
-)
-
 
 def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any) -> Path | None:
-    """Return the path of a file in a directory or in a repository on the Hub, or None if there is no such file.
+    """Return the path of a file in a directory or, by `cached_file` of transformers, on the Hub, or None without it.
 
-    It is downloaded if needed, with options of `transformers.utils.cached_file`, such as `revision`. If it is not a
-    regular file, an InputError is raised, also if it cannot be downloaded, unless it is `optional`.
+    An InputError is raised if it is not a regular file or, unless it is `optional`, cannot be downloaded.
     """
     local = Path(source) / filename
     if local.exists() and not local.is_file():
         raise InputError(f"{local}: is not a regular file")
-    unknown = filename == CONFIG_NAME and not Path(source).exists()
-    with explained(f"{source}: {NOWHERE if unknown else f'{filename} cannot be read'}"):
+    with explained(f"{source}: {filename} cannot be read"):
         hub["_raise_exceptions_for_connection_errors"] = not optional
         path = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **hub)
     return None if path is None else Path(path)
@@ -98,15 +86,16 @@ def find_file(source: str, filename: str, *, optional: bool = False, **hub: Any)
 
 def weight_files(source: str) -> list[Path]:
     """Return the weight files that transformers reads from a directory or a repository on the Hub."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if path := find_file(source, name):
-            if name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-                return [path]
-            shards = sorted(set(read_json(path, WeightsIndex).weight_map.values()))
-            paths = {shard: find_file(source, shard) for shard in shards}
-            if missing := [shard for shard, path in paths.items() if path is None]:
-                raise InputError(f"{source}: {missing[0]} is missing, although the weight index lists it")
-            return [path for path in paths.values() if path is not None]
+            return [path]
+        if index := find_file(source, f"{name}.index.json"):
+            shards = []
+            for shard in sorted(set(read_json(index, WeightsIndex).weight_map.values())):
+                if (path := find_file(source, shard)) is None:
+                    raise InputError(f"{source}: {shard} is missing, although the weight index lists it")
+                shards.append(path)
+            return shards
     return []
 
 
@@ -134,14 +123,13 @@ def read_config(source: str | os.PathLike[str], *, trusted: bool = False, **hub:
         instead = f"; give one of its checkpoints: {shortened(', '.join(map(str, saved)))}" if saved else ""
         raise InputError(f"{name}: the directory contains no {CONFIG_NAME}{instead}")
     if path is None:
-        raise InputError(f"{name}: {NOWHERE}")
+        told = "check the name; when offline (HF_HUB_OFFLINE), go online or download it first"
+        raise InputError(f"{name}: no such directory or file, and the Hub does not provide it: {told}")
     config = read_json(path, ModelConfig)
     entries = () if trusted else _entries(config.model_dump(exclude={"auto_map"}))
     if places := [place for place, key, value in entries if key in ELSEWHERE and value is not None]:
-        raise InputError(
-            f"{path}: {places[0]} can load code or files from elsewhere, which needs trust_remote_code=True; give an "
-            "unquantized model of a class of transformers"
-        )
+        told = f"{places[0]} can load code or files from elsewhere, which needs trust_remote_code=True"
+        raise InputError(f"{path}: {told}; give an unquantized model of a class of transformers")
     return config
 
 
@@ -157,14 +145,12 @@ def read_image_processor(source: str | os.PathLike[str], **hub: Any) -> dict[str
     """Check the image processor of a saved model, and return its values, or None if there is none.
 
     As in transformers, an entry `image_processor` of processor_config.json replaces preprocessor_config.json.
-    The arguments are those of `find_file`.
     """
-    if path := find_file(str(source), PROCESSOR_NAME, optional=True, **hub):
-        entry = read_json(path, ProcessorConfig).image_processor
-        if entry is not None:
-            return entry.model_dump(exclude_unset=True)
-    path = find_file(str(source), IMAGE_PROCESSOR_NAME, **hub)
-    return None if path is None else read_json(path, ImageProcessorConfig).model_dump(exclude_unset=True)
+    path = find_file(str(source), PROCESSOR_NAME, optional=True, **hub)
+    entry = None if path is None else read_json(path, ProcessorConfig).image_processor
+    if entry is None and (path := find_file(str(source), IMAGE_PROCESSOR_NAME, **hub)):
+        entry = read_json(path, ImageProcessorConfig)
+    return None if entry is None else entry.model_dump(exclude_unset=True)
 
 
 # A card with this line is regenerated whenever the model is published.
@@ -173,14 +159,11 @@ MARKER = "<!-- Written by aft-hf from the files beside it. Remove this line, and
 
 def read_license(source: str | os.PathLike[str]) -> dict[str, str]:
     """Return the license that the card of a saved model states, as `license_terms` does."""
-    if Path(source).is_file():  # a weight file has no card, and its path may have the form of an id on the Hub
-        return {}
-    try:
-        path = find_file(str(source), "README.md", optional=True)
-        header = {} if path is None else parse_header(read_text(path), str(path))
+    try:  # a weight file has no card, and its path may have the form of an id on the Hub
+        path = None if Path(source).is_file() else find_file(str(source), "README.md", optional=True)
+        return {} if path is None else license_terms(parse_header(read_text(path), str(path)))
     except Exception:  # the card may be anything, and no command depends on it
         return {}
-    return license_terms(header)
 
 
 def license_terms(values: Mapping[str, Any]) -> dict[str, str]:
@@ -196,25 +179,20 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
     """Load a config, model, tokenizer or processor by `auto_class.from_pretrained(source, **options)`.
 
     Code of the source, or that its files name, is not executed, and the user is not asked to allow it, unless
-    `trust_remote_code=True` is set. A `config` in `options` must be a result of this function. A tokenizer or image
-    processor is tried on a small input.
+    `trust_remote_code=True` is set. A `config` in `options` must be a result of this function.
     """
-    options = {"trust_remote_code": False, **options}
-    trusted = options["trust_remote_code"]
+    trusted = options.setdefault("trust_remote_code", False)
     hub = {key: options[key] for key in ("revision", "token") if key in options}
     place, config, build = Path(source), ModelConfig(), partial(auto_class.from_pretrained, source)
     # A tokenizer may be saved without a model.
     is_alone = (place / TOKENIZER_CONFIG_FILE).exists() and not (place / CONFIG_NAME).exists()
     if auto_class is not AutoTokenizer or not is_alone:
         config = read_config(source, trusted=trusted, **hub)
-        path = find_file(str(source), CONFIG_NAME, **hub)
-        assert path is not None  # `read_config` requires it
-        place = path.parent
+        place = Path(str(find_file(str(source), CONFIG_NAME, **hub))).parent
         wanted = getattr(auto_class, "model_type", None)  # of a class of configs
         if wanted and config.model_type not in (None, wanted):
-            raise InputError(
-                f"{source}: its config has model_type={config.model_type!r}, not {wanted!r}; give another model"
-            )
+            has = f"its config has model_type={config.model_type!r}, not {wanted!r}"
+            raise InputError(f"{source}: {has}; give another model")
     with explained(f"{source}: cannot be loaded by {auto_class.__name__}"):
         if auto_class is AutoImageProcessor:
             values = read_image_processor(source, **hub)
@@ -242,21 +220,17 @@ def load(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any
 
 
 def refuse_adapter(source: str | os.PathLike[str], **hub: Any) -> None:
-    """Raise an error if a saved model has an adapter, which names another model; arguments are as for `find_file`."""
+    """Raise an error if a saved model has an adapter, which names another model."""
     if find_file(str(source), ADAPTER_CONFIG_NAME, optional=True, **hub):
-        raise InputError(
-            f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save the result"
-        )
+        raise InputError(f"{source}: has an {ADAPTER_CONFIG_NAME}: merge the adapter into its model and save that")
 
 
 def check_finite(name: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are not finite, with which a model outputs only NaN."""
     for tensor_name, tensor in tensors:
         if tensor.dtype in FLOAT_DTYPES and (wrong := int((~tensor.isfinite()).sum())):
-            raise InputError(
-                f"{name}: {tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values); the checkpoint is "
-                "damaged, or its training diverged; give an earlier checkpoint"
-            )
+            held = f"{tensor_name} holds NaN or infinity ({wrong} of {tensor.numel()} values)"
+            raise InputError(f"{name}: {held}; it is damaged, or its training diverged; give an earlier checkpoint")
 
 
 def _check_weights(source: Any, model: Any, directory: Path) -> None:
@@ -281,9 +255,8 @@ def _image_processor_type(values: dict[str, Any], config: ModelConfig) -> str:
     named = (values.get("image_processor_type"), values.get("feature_extractor_type"), config.image_processor_type)
     kind = next(filter(None, named), usual).replace("FeatureExtractor", "ImageProcessor")  # the former name
     if kind.removesuffix("Fast") not in IMAGE_PROCESSORS:
-        raise ValueError(
-            f"image_processor_type={shown(kind)}: must be that of an image classifier, such as ViTImageProcessor"
-        )
+        wanted = "must be that of an image classifier, such as ViTImageProcessor"
+        raise ValueError(f"image_processor_type={shown(kind)}: {wanted}")
     return kind
 
 
@@ -306,7 +279,7 @@ def _check_tokenizer_class(files: list[Any]) -> None:
 
 def _try(auto_class: Any, source: str | os.PathLike[str], build: Callable[..., Any], options: dict[str, Any]) -> None:
     """Load a config, load and use a tokenizer or image processor, or build a model without its weights."""
-    is_model = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
+    is_model = issubclass(auto_class, PreTrainedModel)
     if is_model or hasattr(auto_class, "from_config"):
         config = options.get("config") or AutoConfig.from_pretrained(source, **options)
         code = {} if is_model else {"trust_remote_code": options["trust_remote_code"]}
@@ -333,25 +306,22 @@ def _use(loaded: Any, sizes: Sequence[tuple[int, int]]) -> None:
 def no_larger_than_weights(directory: Path) -> Iterator[None]:
     """Context manager that stops `from_pretrained` if the config describes a much larger model than the weights.
 
-    Weights that are missing would be initialized, which takes time and memory. The fields that determine the size
-    depend on the model type, so the tensors are counted while transformers builds the model on the meta device.
+    The fields that determine the size depend on the model type, so the tensors are counted while transformers builds
+    the model on the meta device. Missing weights would then be initialized, which takes time and memory.
     """
-    tensors = elements = size = 0
+    weights = [path for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES) and path.is_file()]
+    size, tensors, elements = sum(path.stat().st_size for path in weights), 0, 0
 
     def count(module: nn.Module, name: str, tensor: Any) -> None:
-        nonlocal tensors, elements, size
+        nonlocal tensors, elements
         if tensor is None or not tensor.is_meta:
             return
         tensors, elements = tensors + 1, elements + tensor.numel()
-        if tensors <= FREE_TENSORS and elements <= FREE_ELEMENTS:
-            return
-        size = size or sum(path.stat().st_size for path in directory.iterdir() if path.name.endswith(WEIGHT_SUFFIXES))
         # In files, a tensor takes about 256 bytes with its name and shape, and an element at least 2 bits.
         if tensors > FREE_TENSORS + size // 256 or elements > FREE_ELEMENTS + 4 * size:
-            raise InputError(
-                f"{directory / CONFIG_NAME}: describes a model of over {elements:,} elements in {tensors:,} tensors, "
-                f"but the weights beside it have only {size:,} bytes; use the config of these weights"
-            )
+            describes = f"describes a model of over {elements:,} elements in {tensors:,} tensors"
+            beside = f"the weights beside it have only {size:,} bytes; use the config of these weights"
+            raise InputError(f"{directory / CONFIG_NAME}: {describes}, but {beside}")
 
     with (
         modules.register_module_parameter_registration_hook(count),
@@ -361,18 +331,15 @@ def no_larger_than_weights(directory: Path) -> Iterator[None]:
 
 
 def load_trained(auto_class: Any, source: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a model like `load`, and refuse it if weights are missing in the source, or if it has more layers.
-
-    transformers initializes missing weights randomly and leaves out layers that the config does not have, so
-    measurements of such a model would be meaningless.
+    """Load a model like `load`, and refuse it if weights are missing in the source, which transformers initializes
+    randomly, or if the source has more layers than the config, which it leaves out.
     """
     model, info = load(auto_class, source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(
-            f"{source}: weights are missing for {missing[0]}{more} of the {type(model).__name__} that {CONFIG_NAME} "
-            "describes: use a checkpoint that contains them, or train the model first"
-        )
+        of_model = f"of the {type(model).__name__} that {CONFIG_NAME} describes"
+        instead = "use a checkpoint that contains them, or train the model first"
+        raise InputError(f"{source}: weights are missing for {missing[0]}{more} {of_model}: {instead}")
     if others := sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key)):
         raise InputError(f"{source}: {CONFIG_NAME} does not describe the layer of the weight {others[0]}")
     return model

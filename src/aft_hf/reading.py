@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .errors import InputError, described, explain
+from .errors import InputError, described, explain, explained
 
 
 LARGEST_JSON = 2**26  # bytes: ten times the size of the weight index or results of the largest existing models
@@ -20,7 +20,7 @@ Content = TypeVar("Content")
 class Document(BaseModel):
     """Base class of the schemas of JSON objects: declared keys have exactly their types, other keys are kept."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 def _inside(name: str) -> str:
@@ -34,7 +34,7 @@ FileName = Annotated[str, AfterValidator(_inside)]
 
 
 def _at_most(largest: int) -> AfterValidator:
-    """Return a validator that limits numbers, also in objects and lists; the config class itself checks types."""
+    """Return a validator that limits numbers, also in objects and lists."""
 
     def check(value: Any) -> Any:
         for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -53,22 +53,18 @@ def _numbered(labels: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 Layers = Annotated[Any, _at_most(2**12)]
-Labels = Annotated[Any, _at_most(2**22)]
 Side = Annotated[Any, _at_most(2**12)]  # pixels
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Document):
-    """Schema of the config.json of any model: the keys that select its classes, and those that configs make lists of.
-
-    All other sizes and the classes are checked while they are loaded, see `aft_hf.loading`.
-    """
+    """Schema of any config.json: the keys that select the classes, and those that configs make lists of."""
 
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, str | list[str | None]] | None = None
     id2label: Annotated[dict[str, Any] | None, AfterValidator(_numbered)] = None
-    num_labels: Labels = None
+    num_labels: Annotated[Any, _at_most(2**22)] = None
     num_hidden_layers: Layers = None
     n_layer: Layers = None
     n_layers: Layers = None
@@ -110,10 +106,7 @@ class WeightsIndex(Document):
 
 
 def parse_json(content: str | bytes, kind: type[Content], source: str) -> Content:
-    """Parse a JSON text, of at most 200 levels and integers of at most 4300 digits, as a value of type `kind`.
-
-    `kind` is a `Document`, or any type that pydantic supports. The error names the `source`.
-    """
+    """Parse a JSON text as a value of type `kind`, any that pydantic supports; the error names the `source`."""
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as problems:
@@ -127,20 +120,17 @@ def read_json(path: Path, kind: type[Content]) -> Content:
 
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, with the checks of `read_json`."""
-    try:
-        return _content(path).decode()
-    except UnicodeDecodeError as problem:
-        raise InputError(f"{path}: is not UTF-8 text") from problem
+    with explained(f"{path}: is not UTF-8 text"):
+        text = _content(path).decode()
+    return text
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with explained(f"{path}: cannot be read"):
         if not path.is_file():  # opening a pipe waits for a writer, and reading it may never end
             raise InputError(f"{path}: {'is not a regular file' if path.exists() else 'no such file'}")
         with path.open("rb") as file:
             content = file.read(LARGEST_JSON + 1)
-    except OSError as problem:
-        raise InputError(f"{path}: cannot be read ({problem.strerror})") from problem
     if len(content) > LARGEST_JSON:
         raise InputError(f"{path}: is larger than {LARGEST_JSON >> 20} MiB, the limit for {path.name}")
     return content

@@ -146,17 +146,14 @@ def test_a_model_whose_kernels_cannot_be_stretched_is_taken_as_it_is(images):
     assert actual == pytest.approx(expected, rel=1e-4) and "position_bias_selection" in captured.out
 
 
-@pytest.mark.parametrize("stretch_kernels", [False, True])
 @pytest.mark.parametrize("enlarge_patches", [False, True])
-def test_kernels_and_patches_are_kept_as_trained_on_request(images, stretch_kernels, enlarge_patches):
+def test_patches_are_kept_as_trained_on_request(images, enlarge_patches):
     model, processor = classifier(), processor_for(16)
-    options = {"stretch_kernels": stretch_kernels, "enlarge_patches": enlarge_patches}
-    actual = evaluate_classifier(model, processor, images, image_size=(24, 24), **options)
-    if not (stretch_kernels and enlarge_patches):
+    actual = evaluate_classifier(model, processor, images, image_size=(24, 24), enlarge_patches=enlarge_patches)
+    if not enlarge_patches:
         assert actual != pytest.approx(evaluate_classifier(model, processor, images, image_size=(24, 24)), rel=1e-4)
-    adapt_to_image_size(model, 24, **options)
-    kept = model.config.kernel_size, model.config.patch_size
-    assert kept == (5 if stretch_kernels else 3, 6 if enlarge_patches else 4)
+    adapt_to_image_size(model, 24, enlarge_patches=enlarge_patches)
+    assert (model.config.kernel_size, model.config.patch_size) == (5, 6 if enlarge_patches else 4)
     larger = processor_for(24)
     assert actual == pytest.approx(metrics_by_hand(model, larger, images), rel=1e-4)
 

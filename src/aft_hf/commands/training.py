@@ -54,23 +54,15 @@ def finetune_command(
     attn_implementation: Annotated[str | None, in_model(help="Attention of a ViT: sdpa, eager ...")] = None,
     train: Annotated[str | None, in_data(help="Training data: a folder of images, or a parquet file.")] = None,
     validation: Annotated[str | None, in_data(help="Validation data, as for --train.")] = None,
-    validation_share: Annotated[
-        float, in_data(min=0, max=0.99, help="Share of the training data to hold out if there is no validation data.")
-    ] = 0.05,
-    dataset_name: Annotated[
-        str | None, in_data(help="In place of --train: a dataset on the Hub, or a local one.")
-    ] = None,
+    validation_share: Annotated[float, in_data(min=0, max=0.99, help="Share held out without --validation.")] = 0.05,
+    dataset_name: Annotated[str | None, in_data(help="In place of --train: a dataset on the Hub or here.")] = None,
     dataset_config_name: Annotated[str | None, in_data(help="Configuration of the dataset.")] = None,
-    max_train_samples: Annotated[
-        int | None, in_data(min=1, help="Train on at most this many images, drawn at random.")
-    ] = None,
+    max_train_samples: Annotated[int | None, in_data(min=1, help="Train on at most this many random images.")] = None,
     max_eval_samples: Annotated[int | None, in_data(min=1, help="The same for evaluation.")] = None,
     image_column: Annotated[str, in_data(help="Column of the images.")] = "image",
     label_column: Annotated[str, in_data(help="Column of the labels.")] = "label",
     augmentation: Annotated[str, in_data(help="none, shift, crop or resized_crop.")] = "none",
-    position_bias_scale: Annotated[
-        float, in_training(help="Factor on the learning rate of position biases; 1 after a conversion.")
-    ] = 1.0,
+    position_bias_scale: Annotated[float, in_training(help="Factor on the learning rate of position biases.")] = 1.0,
     teacher: Annotated[str | None, in_distillation(help="ViT or DeiT of the same classes and normalization.")] = None,
     distillation: Annotated[Literal["soft", "hard"], in_distillation(help="Loss, as in DeiT.")] = "soft",
     distillation_weight: Annotated[float, in_distillation(help="Weight of the teacher in the loss.")] = 0.5,
@@ -78,7 +70,7 @@ def finetune_command(
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 
-    All options of TrainingArguments of transformers work, too: --do-train,
+    Options of TrainingArguments of transformers work, too: --do-train,
     --do-eval, --output-dir (default: trainer_output), --num-train-epochs (3),
     --max-steps, --learning-rate (5e-5), --per-device-train-batch-size (8),
     --resume-from-checkpoint (a checkpoint; true: the newest), --bf16 ...
@@ -96,29 +88,18 @@ of_images, of_text = (partial(typer.Option, rich_help_panel=name) for name in ("
 def evaluate_command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a model: AFT, ViT, DeiT, GPT-2 ...")],
-    data: Annotated[
-        Path, typer.Argument(help="A folder with a folder of images per class, or a parquet, csv, json or text file.")
-    ],
+    data: Annotated[Path, typer.Argument(help="A folder of images by class, or a parquet, csv, json or text file.")],
     image_size: Annotated[list[int] | None, of_images(min=1, help="Side in pixels; may be repeated.")] = None,
-    stretch_kernels: Annotated[
-        bool, of_images("--stretch-kernels/--keep-kernels", help="Resize kernels of AFT-conv for --image-size.")
-    ] = True,
     enlarge_patches: Annotated[
         bool, of_images("--enlarge-patches/--keep-patches", help="Resize patches of AFT-conv for --image-size.")
     ] = True,
     image_column: Annotated[str, of_images(help="Column of the images.")] = "image",
     label_column: Annotated[str, of_images(help="Column of the labels.")] = "label",
-    block_size: Annotated[
-        int | None, of_text(min=1, help="Tokens per block. Default: the model's maximum, or 1024.")
-    ] = None,
-    stride: Annotated[
-        int | None, of_text(min=1, help="New tokens per block; the others are context. Default: all.")
-    ] = None,
+    block_size: Annotated[int | None, of_text(min=1, help="Tokens per block. Default: the model's, or 1024.")] = None,
+    stride: Annotated[int | None, of_text(min=1, help="New tokens per block; others are context.")] = None,
     text_column: Annotated[str, of_text(help="Column of the texts.")] = "text",
     batch_size: Annotated[int, typer.Option(min=1, help="Images or blocks per forward pass.")] = 64,
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate at most this many images, drawn at random, or rows of text.")
-    ] = None,
+    max_samples: Annotated[int | None, typer.Option(min=1, help="Only this many random images or first rows.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ... Default: the accelerator.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the metrics to this JSON file.")] = None,
 ) -> None:

@@ -1,9 +1,8 @@
 """Atomic checkpoints of a training run: saving, detecting damage, and loading the newest complete checkpoint.
 
 The manifest of a checkpoint holds the checksums of its files, and the state from which a run resumes. It is a file of
-two lines, a checksum and the JSON object that it belongs to, so a change to any byte is detected. Checksums detect
-damage, not tampering: whoever can write a checkpoint can also write its checksums. Manifests are therefore validated
-against a schema here, and the other files are checked for code in `safe_loading`.
+two lines, a checksum and the JSON object that it belongs to. Checksums detect damage, not tampering, so manifests are
+validated against a schema here, and the other files are checked for code in `safe_loading`.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from accelerate import Accelerator
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from torch.distributed.checkpoint import CheckpointException
 from transformers.utils.generic import flatten_dict
 
@@ -37,13 +36,9 @@ Losses = list[tuple[Count, float, float]]  # (steps done, mean loss, learning ra
 
 
 class Record(Document):
-    """The losses, evaluations and training time of a run.
-
-    The losses are means over `log_every` steps each, counted from the first step of the run, so an interrupted run
-    records the same values as an uninterrupted run.
+    """The losses, evaluations and training time of a run. Losses are means over `log_every` steps each, counted from
+    the first step of the run, so an interrupted run records the same values as an uninterrupted run.
     """
-
-    model_config = ConfigDict(frozen=False)
 
     losses: Losses = []
     evaluations: list[dict[str, int | float]] = []
@@ -72,9 +67,8 @@ class Manifest(Document):
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/step-000000123`.
 
-    A checkpoint is written in a temporary directory, with a manifest of the checksums of its files, and then
-    renamed. However the process ends, a directory with the final name is complete; damage after that is detected.
-    No checkpoint is removed or renamed before another one has been written or loaded.
+    A checkpoint is written in a temporary directory and then renamed: however the process ends, a directory with the
+    final name is complete. No checkpoint is removed or renamed before another one has been written or loaded.
     """
 
     accelerator: Accelerator  # saves and loads the model, the optimizer, the gradient scaler and all random states
@@ -84,8 +78,7 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Save a checkpoint after `step` steps; `state` holds the fields of `Manifest` except `step` and `files`.
 
-        Raises:
-            OSError: the checkpoint cannot be written. It is then removed, and earlier checkpoints stay as they are.
+        If it cannot be written, an OSError is raised, and earlier checkpoints stay as they are.
         """
         target = self.directory / f"step-{step:09d}"
         aside = self.directory / UNFINISHED
@@ -107,12 +100,10 @@ class Checkpoints:
                         shutil.rmtree(old, ignore_errors=True)  # the new one is written
         # On a full disk, PyTorch and safetensors raise errors of their own types.
         except (Exception, CheckpointException) as error:
-            last = next(iter(self.steps()), None)
-            kept = "there is no earlier checkpoint" if last is None else f"the last complete checkpoint is {last[1]}"
-            reason = described(cause_of(error))
-            raise OSError(
-                f"cannot write the checkpoint of step {step} to {self.directory} ({reason}); {kept}"
-            ) from error
+            earlier = self.steps()
+            kept = f"the last complete checkpoint is {earlier[0][1]}" if earlier else "there is no earlier checkpoint"
+            failed = f"cannot write the checkpoint of step {step} to {self.directory} ({described(cause_of(error))})"
+            raise OSError(f"{failed}; {kept}") from error
         self.accelerator.wait_for_everyone()
         return target
 
@@ -124,8 +115,7 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, or None; print which damaged checkpoints are skipped, and why."""
         for _, path in self.steps():
-            damage = find_damage(path)
-            if damage is None:
+            if (damage := find_damage(path)) is None:
                 return path
             self.accelerator.print(f"{path} is damaged ({damage}): skipped")
         return None
@@ -133,8 +123,7 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Load a checkpoint into the model and the optimizer that the accelerator has prepared, and print its path.
 
-        Raises:
-            ValueError: the checkpoint does not fit them or the number of processes, or could run code.
+        A ValueError is raised if it does not fit them or the number of processes, or could run code.
         """
         with explained(f"{path} does not fit the model or the number of processes"), data_only(path):
             self.accelerator.load_state(str(path))
@@ -143,10 +132,8 @@ class Checkpoints:
         self.accelerator.print(f"resuming from {path}")
 
     def set_aside(self, step: int) -> None:
-        """Rename the checkpoints beyond `step`, the step from which the run resumes.
-
-        They are damaged, or belong to a continuation that was abandoned. Under their old names they would count as
-        newer than the next checkpoints of the run.
+        """Rename the checkpoints beyond `step`, from which the run resumes: they are damaged, or of an abandoned
+        continuation, and would count as newer than the next checkpoints of the run.
         """
         self.accelerator.wait_for_everyone()  # other processes may still be reading these checkpoints
         if self.accelerator.is_main_process:
@@ -199,8 +186,8 @@ def read_manifest(directory: Path) -> Manifest:
 def refuse_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any], instead: str) -> None:
     """Raise a ValueError if what determines the result of a run differs from the values saved in its checkpoint.
 
-    The message names an entry that differs, `outer.inner` for a nested one, both values, and what to give `instead`.
-    Data come first: the classes of other data change the model, too.
+    The message names the first entry that differs, both values, and what to give `instead`. Data come first: the
+    classes of other data change the model, too.
     """
     then, now = flatten_dict(then), flatten_dict(now)
     for key in sorted(then.keys() | now.keys(), key=lambda key: (key != DATA, key)):

@@ -14,7 +14,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ..atomic_files import write_atomic
 from ..errors import InputError, described, shortened
 from ..reading import read_text
 
@@ -34,15 +33,12 @@ def join_processes() -> PartialState:
 def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[None]:
     """Hold the lock of a directory within the context; create the directory if it does not exist.
 
-    If the directory was created here or is `temporary`, it is removed when the main process leaves, unless it holds
-    a file besides the lock.
+    If the directory was created here or is `temporary`, it is removed at the end, unless it holds a file besides the
+    lock. The main process holds the lock for all processes of a launch, and the operating system releases it however
+    that process ends. The `folders` that the run will write to are created and tested at once.
 
-    The main process of a launch holds the lock for all processes of the launch. The operating system releases the lock
-    when that process ends, however it ends. The `folders` that the run will write to are created and tested at once.
-
-    Raises:
-        OSError: another launch holds the lock, and the message names its owner; or the directory or one of the folders
-            cannot be written, or has links in it (see `refuse_links`). All processes raise the same error.
+    All processes raise the same OSError if another launch holds the lock (the message names its owner), or if the
+    directory or one of the folders cannot be written or has links in it (see `refuse_links`).
     """
     lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
     removes = temporary or not directory.exists()
@@ -62,9 +58,8 @@ def owned(directory: Path, *folders: Path, temporary: bool = False) -> Iterator[
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target.
-
-    `directory` itself must not be a link if its name begins with a dot: no user has made it.
+    """Raise an OSError for a link in place of a file or folder of a run, which would replace files at its target. If
+    its name begins with a dot, `directory` itself must not be a link, either: no user has made it.
     """
     own = [directory] if directory.name.startswith(".") else []
     inside = (path for pattern in ("*", "checkpoint-*/**/*", f"{RUN}/*") for path in directory.glob(pattern))
@@ -81,8 +76,7 @@ def _acquire(lock: FileLock, directory: Path, folders: tuple[Path, ...]) -> str 
         (directory / RUN).mkdir(parents=True, exist_ok=True)
         lock.acquire()
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        with write_atomic(directory / OWNER) as file:
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        (directory / OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}")
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()

@@ -1,8 +1,7 @@
 """Loading of checkpoints without running code from them.
 
 Accelerate and `torch.distributed.checkpoint` save optimizer states, random states and shard tables as pickles, which
-can name any function to be called while they are loaded. Here pickles may contain only tensors, numbers and the few
-types that these libraries need.
+can name any function to be called. Here they may contain only tensors, numbers and the few types that are needed.
 """
 
 import pickle  # nosec B403  # for an unpickler that refuses every name but a few
@@ -21,10 +20,8 @@ from ..errors import InputError, explained
 
 
 PICKLES = (".bin", ".pkl", ".pt", ".pth")  # written by `torch.save`
-NEVER_READ = ("training_args.bin",)  # objects other than data, which Trainer writes for information only
+NEVER_READ = "training_args.bin"  # objects other than data, which Trainer writes for information only
 SHARD_TABLE = ".metadata"  # plain pickle of `torch.distributed.checkpoint`; tables of single processes have a prefix
-
-FORCE, PREVENT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 # All types in a shard table besides PyTorch's dtypes and the types that its module `metadata` defines.
 TABLE_TYPES = {
@@ -42,8 +39,8 @@ TABLE_TYPES = {
 def data_only(checkpoint: Path) -> Iterator[None]:
     """Restrict `torch.load` to data within the context, even for callers that pass `weights_only=False`.
 
-    Files of the checkpoint that can be checked without loading them are checked first. An InputError is raised if a
-    file could run code when it is loaded, cannot be checked, or is a symlink. No code from it has then been run.
+    An InputError is raised if a file of the checkpoint could run code when it is loaded, cannot be checked, or is a
+    symlink. No code from it has then been run.
     """
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         for path in sorted(checkpoint.rglob("*")):
@@ -52,7 +49,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
             if path.is_file():
                 _check(path)
         try:
-            with patch_environment(**{FORCE: "1", PREVENT: "0"}):
+            with patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"):
                 yield
         except (CheckpointException, pickle.UnpicklingError) as error:
             if not isinstance(cause := cause_of(error), pickle.UnpicklingError):
@@ -77,7 +74,7 @@ def _check(path: Path) -> None:
             with path.open("rb") as file:
                 if not isinstance(_ShardTable(file).load(), metadata.Metadata):
                     raise ValueError("it is not a shard table")
-        elif path.suffix in PICKLES and path.name not in NEVER_READ:
+        elif path.suffix in PICKLES and path.name != NEVER_READ:
             for name in sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
                 raise _refusal(name)
 

@@ -11,9 +11,6 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
 class Training(Protocol):
     """One training: its steps, and what happens in between. `take_steps` runs it."""
 
@@ -26,8 +23,7 @@ class Training(Protocol):
 
     def update(self) -> None: ...  # takes one optimizer step, and increases `step`
 
-    # Reports, evaluates and saves as far as it is due, and returns a checkpoint of this step if there is one. If the
-    # process is going to stop (`stops`), a checkpoint is due.
+    # Reports, evaluates and saves what is due (a checkpoint if it `stops`); returns a checkpoint of this step, if any.
     def after_step(self, bar: tqdm, stops: bool) -> Path | None: ...
 
 
@@ -55,7 +51,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -48,13 +48,13 @@ from ..training.metrics import accuracy_and_loss, code_length
 
 logger = logging.get_logger(__name__)
 
-OF_IMAGES = ("image_size", "stretch_kernels", "enlarge_patches", "image_column", "label_column")
+OF_IMAGES = ("image_size", "enlarge_patches", "image_column", "label_column")
 OF_TEXT = ("block_size", "stride", "text_column")
 
 
 def evaluate(options: SimpleNamespace) -> None:
     """Evaluate a saved model with the options of `evaluate_command`, and print the metrics."""
-    source, columns = options.model, {"image_column": options.image_column, "label_column": options.label_column}
+    source = options.model
     place = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     dataset = load_local(options.data)
     config = load(AutoConfig, source)
@@ -70,31 +70,26 @@ def evaluate(options: SimpleNamespace) -> None:
     if options.max_samples is not None:  # a folder is sorted by class
         dataset = (dataset.shuffle(seed=0) if is_of_images else dataset).take(options.max_samples)
         of_samples = f", {len(dataset)} samples"
+    auto_class = AutoModelForImageClassification if is_of_images else AutoModelForCausalLM
+    columns = ("image_column", "label_column") if is_of_images else ("text_column",)
+    given = {name: vars(options)[name] for name in (*columns, "batch_size")}
     results: dict[str, dict[str, float]] = {}
     with explained(f"{source}: cannot be evaluated on {options.data}"):
+        model = load_trained(auto_class, source, config=config).to(place)
+        for option in columns:
+            require_column(DatasetDict(given=dataset), given[option], f"--{option.replace('_', '-')}")
         if is_of_images:
-            model = load_trained(AutoModelForImageClassification, source, config=config).to(place)
-            processor = load_image_processor(source, config)
-            for option, column in columns.items():
-                require_column(DatasetDict(given=dataset), column, f"--{option.replace('_', '-')}")
-            given = {name: vars(options)[name] for name in ("stretch_kernels", "enlarge_patches", "batch_size")}
+            processor, given["enlarge_patches"] = load_image_processor(source, config), options.enlarge_patches
             for side in options.image_size or [None]:
                 name, size = ("as trained", None) if side is None else (f"{side} px", (side, side))
-                results[name + of_samples] = evaluate_classifier(
-                    model, processor, dataset, image_size=size, **given, **columns
-                )
+                results[name + of_samples] = evaluate_classifier(model, processor, dataset, image_size=size, **given)
         else:
-            model = load_trained(AutoModelForCausalLM, source, config=config).to(place)
             tokenizer = load(AutoTokenizer, source)
-            require_column(DatasetDict(given=dataset), options.text_column, "--text-column")
             longest = getattr(config, "max_position_embeddings", None) or 1024
             longest = min(longest, tokenizer.model_max_length)  # a huge number if the tokenizer sets none
-            block_size = options.block_size or int(longest)
-            sizes = {"block_size": block_size, "stride": options.stride, "batch_size": options.batch_size}
-            name = f"blocks of {block_size}" + (f", stride {options.stride}" if options.stride else "")
-            results[name + of_samples] = evaluate_language_model(
-                model, tokenizer, dataset, text_column=options.text_column, **sizes
-            )
+            given |= {"block_size": options.block_size or int(longest), "stride": options.stride}
+            name = f"blocks of {given['block_size']}" + (f", stride {options.stride}" if options.stride else "")
+            results[name + of_samples] = evaluate_language_model(model, tokenizer, dataset, **given)
     metrics = list(next(iter(results.values())))
     table = Table("", *metrics, title=f"{source} on {options.data}")
     for name, values in results.items():
@@ -119,7 +114,6 @@ def evaluate_classifier(
     dataset: Dataset,
     *,
     image_size: tuple[int, int] | None = None,
-    stretch_kernels: bool = True,
     enlarge_patches: bool = True,
     batch_size: int = 64,
     image_column: str = "image",
@@ -129,14 +123,18 @@ def evaluate_classifier(
 
     Classes are matched as by `match_classes`. The model is on the device to run on. For an `image_size`, (height,
     width) in pixels instead of the processor's size, it resizes its position embeddings if it can (ViT, DeiT), and an
-    AFT-conv its kernels and patches. With `stretch_kernels` or `enlarge_patches` False, these are kept as trained, and
-    then cover another part of the image.
+    AFT-conv its kernels and, with `enlarge_patches`, its patches, which otherwise cover another part of the image.
     """
     require_a_class("the model", model.config)
     if image_size is not None:
         resized = resized_processor(processor, image_size)
-        if (stretch_kernels or enlarge_patches) and resized.to_dict() != processor.to_dict():
-            model = _adapted(model, image_size, stretch_kernels=stretch_kernels, enlarge_patches=enlarge_patches)
+        is_conv = isinstance(model, AFTPreTrainedModel) and set(model.config.layer_aft_types) == {"conv"}
+        if is_conv and resized.to_dict() != processor.to_dict():
+            model = copy.deepcopy(model)
+            try:
+                adapt_to_image_size(model, image_size, enlarge_patches=enlarge_patches)
+            except ValueError as error:
+                logger.warning(f"the model is not adapted to images of {image_size} pixels: {described(error)}")
         processor = resized
     numbers = match_classes(dataset, label_column, model_classes(model.config))
     pipeline = ImagePipeline(processor, image_column=image_column, label_column=label_column, numbers=numbers)
@@ -149,19 +147,6 @@ def evaluate_classifier(
         pixels = batch["pixel_values"].to(model.device, model.dtype)
         outputs.append((model(pixel_values=pixels, **options).logits.float().cpu(), batch["labels"]))
     return accuracy_and_loss(*map(torch.cat, zip(*outputs)))
-
-
-def _adapted(model: PreTrainedModel, image_size: tuple[int, int], **options: bool) -> PreTrainedModel:
-    """Return a copy of an AFT-conv that is adapted to an image size, or the model itself if it cannot be adapted."""
-    if not isinstance(model, AFTPreTrainedModel) or set(model.config.layer_aft_types) != {"conv"}:
-        return model
-    adapted = copy.deepcopy(model)
-    try:
-        adapt_to_image_size(adapted, image_size, **options)
-    except ValueError as error:
-        logger.warning(f"the model is not adapted to images of {image_size} pixels: {described(error)}")
-        return model
-    return adapted
 
 
 @torch.inference_mode()
@@ -180,10 +165,8 @@ def evaluate_language_model(
     The text is that of all rows, each tokenized alone, without separators. The tokenizer adds no special tokens; one
     that is written in the text is a single token. Every token but the first of the text, which has no context, is
     scored once, as by `Windows`: each block predicts the next token at all its positions, and the last block ends
-    with the text. A byte model thus has the same bits per byte here and in `aft-hf train`.
-
-    `bits_per_byte` compares models with different tokenizers: it is the code length of the text per byte of UTF-8,
-    `bits_per_token` x tokens / bytes. The first token thus counts as the mean of the others.
+    with the text, as in `aft-hf train`. `bits_per_byte` compares models with different tokenizers: it is
+    `bits_per_token` x tokens / bytes of UTF-8, so the first token counts as the mean of the others.
 
     The model is on the device to run on. `stride` is the number of tokens from the start of one block to the start of
     the next; the others, `block_size - stride`, are only context. Default: `block_size`. A ValueError is raised if the

@@ -1,8 +1,8 @@
 """Fine-tuning of an AFT, or of any image classifier of transformers, on labeled images: `aft-hf finetune`.
 
-It is transformers' Trainer with a separate learning rate for position biases, and optional augmentation and
-distillation. Distillation is that of DeiT (Touvron et al. 2021, "Training data-efficient image transformers &
-distillation through attention", arXiv 2012.12877, Eq. 2 and 3).
+It is transformers' Trainer with a separate learning rate for position biases, augmentation, and the distillation of
+DeiT (Touvron et al. 2021, "Training data-efficient image transformers & distillation through attention", arXiv
+2012.12877, Eq. 2 and 3).
 """
 
 import json
@@ -23,7 +23,6 @@ from transformers import (
     HfArgumentParser,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -33,8 +32,7 @@ from transformers.utils import logging
 
 from ..atomic_files import move_into, refuse_to_replace
 from ..configuration_aft import AFTConfig, pair
-from ..conversion import read_source
-from ..conversion.source import load_image_processor
+from ..conversion.source import load_image_processor, read_source
 from ..data.classes import model_classes, require_a_class, teacher_classes
 from ..data.images import ImagePipeline, build_augmentation, class_numbers, match_classes, trained_classes
 from ..data.loading import hold_out, load_splits, refuse_inside, require_column
@@ -56,10 +54,9 @@ logger = logging.get_logger(__name__)
 ALL_RESULTS = "all_results.json"
 # Arguments of Trainer that a resumed run must share with its checkpoint, besides the batch size.
 SAME = ["adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "dataloader_drop_last", "fp16"]
-SAME += ["label_smoothing_factor", "learning_rate"]
-SAME += ["lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "optim", "optim_args", "seed", "warmup_steps"]
-SAME += ["train_sampling_strategy", "weight_decay"]
-IDENTITY = "aft_hf"  # key of the values of `Identity` in the state of Trainer
+SAME += ["label_smoothing_factor", "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm"]
+SAME += ["optim", "optim_args", "seed", "warmup_steps", "train_sampling_strategy", "weight_decay"]
+IDENTITY = "aft_hf"  # key of the values of `_identity` in the state of Trainer
 
 
 def parse_arguments(words: Sequence[str]) -> TrainingArguments:
@@ -79,8 +76,13 @@ def parse_arguments(words: Sequence[str]) -> TrainingArguments:
 def finetune(options: SimpleNamespace, arguments: TrainingArguments) -> dict[str, float]:
     """Train, evaluate, save, push if requested, and return the metrics; `options` are those of `finetune_command`."""
     set_seed(arguments.seed)
-    _check_output(Path(str(arguments.output_dir)))
-    refuse_inside(str(arguments.output_dir), options.train, options.validation, options.dataset_name)
+    directory = Path(str(arguments.output_dir))
+    refuse_links(directory)
+    for name in (TRAINER_STATE_NAME, "train_results.json", "eval_results.json", ALL_RESULTS):  # which Trainer writes
+        refuse_to_replace(directory / name)
+    if (directory / ALL_RESULTS).exists():  # which it extends
+        read_json(directory / ALL_RESULTS, dict[str, Any])
+    refuse_inside(str(directory), options.train, options.validation, options.dataset_name)
     trainer = _build_trainer(options, arguments)
     metrics = _train(trainer, arguments) if arguments.do_train else {}
     if arguments.do_eval:
@@ -102,10 +104,8 @@ def _build_trainer(options: SimpleNamespace, arguments: TrainingArguments) -> "F
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = load(AutoConfig, source, **hub)
     if not is_image_classifier(config):
-        raise ValueError(
-            f"{source}: is no image classifier; to train a language model further, give it as model.pretrained of a "
-            "recipe to aft-hf train"
-        )
+        instead = "to train a language model further, give it as model.pretrained of a recipe to aft-hf train"
+        raise ValueError(f"{source}: is no image classifier; {instead}")
     with arguments.main_process_first():
         splits = load_splits(options.dataset_name, options.dataset_config_name, options.train, options.validation)
         if "train" not in splits and (trains or "validation" not in splits):
@@ -157,15 +157,6 @@ def _build_trainer(options: SimpleNamespace, arguments: TrainingArguments) -> "F
     )
 
 
-def _check_output(directory: Path) -> None:
-    """Raise an error for what Trainer would write through, or could not read, after the training."""
-    refuse_links(directory)
-    for name in (TRAINER_STATE_NAME, "train_results.json", "eval_results.json", ALL_RESULTS):
-        refuse_to_replace(directory / name)
-    if (directory / ALL_RESULTS).exists():  # it is extended
-        read_json(directory / ALL_RESULTS, dict[str, Any])
-
-
 class SavedState(Document):
     """Schema of trainer_state.json: the fields that are used when a run resumes from a checkpoint."""
 
@@ -175,47 +166,36 @@ class SavedState(Document):
     stateful_callbacks: dict[str, Any] = {}
 
 
-class Identity(TrainerCallback):
-    """Callback that records in checkpoints what determines the result, except the length of the training."""
-
-    def __init__(self, trainer: "FineTuner"):
-        arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
-        values = {name: getattr(arguments, name) for name in SAME} | {
-            DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
-            "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
-            "position_bias_scale": trainer.position_bias_scale,
-            "augmentation": repr(trainer.augment),
-            "teacher's weights": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
-            "distillation": trainer.distillation,
-            "image processor": cast(Any, trainer.processing_class).to_dict(),
-        }
-        for name, model in (("model", trainer.model), ("teacher", trainer.teacher)):
-            if model is not None:
-                values[name] = model.config.to_dict() | {"_name_or_path": None, "transformers_version": None}
-        self.values: dict[str, Any] = json.loads(json.dumps(values, default=str))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        state.stateful_callbacks[IDENTITY] = self.values  # in trainer_state.json
-
-    def check(self, checkpoint: Path, state: SavedState) -> None:
-        """Raise a ValueError if the values that are saved in a checkpoint differ."""
-        saved = state.stateful_callbacks.get(IDENTITY)
-        if not isinstance(saved, dict):
-            logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
-            return
-        refuse_changes(checkpoint, saved, self.values, "another --output-dir for a new run")
+def _identity(trainer: "FineTuner") -> dict[str, Any]:
+    """Return what determines the result of a training, except its length, as values of JSON."""
+    arguments, tensors = trainer.args, {} if trainer.teacher is None else trainer.teacher.state_dict()
+    values = {name: getattr(arguments, name) for name in SAME} | {
+        DATA: cast(RowSamples, trainer.train_dataset).fingerprint(),
+        "batch size": arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+        "position_bias_scale": trainer.position_bias_scale,
+        "augmentation": repr(trainer.augment),
+        "teacher's weights": sum_arrays(tensor.reshape(-1).view(torch.uint8).cpu() for tensor in tensors.values()),
+        "distillation": trainer.distillation,
+        "image processor": cast(Any, trainer.processing_class).to_dict(),
+    }
+    for name, model in (("model", trainer.model), ("teacher", trainer.teacher)):
+        if model is not None:
+            values[name] = model.config.to_dict() | {"_name_or_path": None, "transformers_version": None}
+    return json.loads(json.dumps(values, default=str))
 
 
 def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, float]:
     """Train from the start or a checkpoint, and save; a lock excludes other runs from the directory meanwhile."""
     with owned(Path(str(arguments.output_dir))):
-        checkpoint, identity = _checkpoint(arguments), Identity(trainer)
-        trainer.add_callback(identity)
+        checkpoint, trainer.identity = _checkpoint(arguments), _identity(trainer)
         if checkpoint is not None:
-            identity.check(checkpoint, read_json(checkpoint / TRAINER_STATE_NAME, SavedState))
-            # Trainer would begin with a new optimizer if its file is missing. DeepSpeed and FSDP have other files.
-            sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-            for name in () if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
+            saved = read_json(checkpoint / TRAINER_STATE_NAME, SavedState).stateful_callbacks.get(IDENTITY)
+            if isinstance(saved, dict):
+                refuse_changes(checkpoint, saved, trainer.identity, "another --output-dir for a new run")
+            else:
+                logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
+            # Trainer would begin with a new optimizer if its file is missing.
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not (checkpoint / name).is_file():
                     raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
         with nullcontext() if checkpoint is None else data_only(checkpoint):
@@ -232,8 +212,7 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
 def _checkpoint(arguments: TrainingArguments) -> Path | None:
     """Return the checkpoint to resume from: a given directory, or the newest one for `true`, if there is any.
 
-    A run that begins at step 0 although there are checkpoints logs a warning: it overwrites or deletes them, and may
-    later resume from one of the earlier run.
+    A run that begins at step 0 beside checkpoints logs a warning: it overwrites or deletes them.
     """
     wanted = str(arguments.resume_from_checkpoint)
     if wanted.lower() not in ("true", "none", "false"):
@@ -255,9 +234,9 @@ class FineTuner(Trainer):
     """transformers' Trainer with additional options for AFT models and image classifiers.
 
     `augment` is applied to the pixel values, (B, channels, height, width), of each training batch: in the training
-    step, not in the data loader, so a resumed training draws the same random numbers. `teacher` is a ViT or DeiT with
-    the same classes. It receives the pixel values of the model, so both need the same normalization. `distillation`
-    holds arguments of `distillation_loss`; `position_bias_scale` is that of `parameter_groups`.
+    step, so that a resumed training draws the same random numbers. `teacher` is a ViT or DeiT with the same classes
+    and the same normalization, since it receives the pixel values of the model. `distillation` holds arguments of
+    `distillation_loss`; `position_bias_scale` is that of `parameter_groups`.
     """
 
     model: Any
@@ -272,13 +251,15 @@ class FineTuner(Trainer):
         **options: Any,
     ):
         super().__init__(**options)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # whose checkpoints have files of their own
+            raise ValueError("fine-tuning runs with DDP, and neither with FSDP nor with DeepSpeed: leave them out")
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
+        self.identity: dict[str, Any] = {}  # is saved with checkpoints
         if teacher is not None:
             if teacher.base_model is teacher:
-                raise ValueError(
-                    f"the teacher is a {type(teacher).__name__}, which has no classifier: give an image classifier"
-                )
+                kind = type(teacher).__name__
+                raise ValueError(f"the teacher is a {kind}, which has no classifier: give an image classifier")
             self.teacher_classes = teacher_classes(teacher.config, self.model.config)
             teacher.eval().requires_grad_(False).to(self.args.device)
 
@@ -293,20 +274,16 @@ class FineTuner(Trainer):
         return self.optimizer
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return Trainer's loss, in training with augmentation and distillation as configured."""
         if self.augment is not None and model.training:
             inputs = {**inputs, "pixel_values": self.augment(inputs["pixel_values"])}
-        labels, share = inputs.get("labels"), None
-        if num_items_in_batch is not None and labels is not None and labels.dim() == 1:
+        share: Any = 1.0
+        if num_items_in_batch is not None:
             # Many classifiers of transformers ignore `num_items_in_batch`, and the teacher's loss is a mean, too.
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            share, num_items_in_batch = (labels != -100).sum() * processes / num_items_in_batch, None
+            share, num_items_in_batch = len(inputs["labels"]) * processes / num_items_in_batch, None
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.teacher is not None and model.training:
             pixels = inputs["pixel_values"].to(self.teacher.dtype)
@@ -314,43 +291,32 @@ class FineTuner(Trainer):
             with torch.no_grad(), self.accelerator.autocast():
                 taught = self.teacher(pixels, interpolate_pos_encoding=other_size).logits[:, self.teacher_classes]
             loss = distillation_loss(loss, outputs.logits, taught, **self.distillation)
-        loss = loss if share is None else loss * share
-        return (loss, outputs) if return_outputs else loss
+        return (loss * share, outputs) if return_outputs else loss * share
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads
+        # the file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
+        saved = load_trained(type(self.model), resume_from_checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     def _load_best_model(self) -> None:
-        if not self._load_weights(str(self.state.best_model_checkpoint), self.model):
-            super()._load_best_model()
-
-    def _load_weights(self, checkpoint: str, model: nn.Module) -> bool:
-        """Load the weights of a checkpoint by `from_pretrained`, and return whether that is possible.
-
-        `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
-        file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
-        """
-        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False  # adapters, and formats of their own
-        saved = load_trained(type(model), checkpoint, dtype=model.dtype)
-        model.load_state_dict(saved.state_dict())
-        return True
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
-    def create_model_card(
-        self, language: str | None = None, license: str | None = None, *arguments: Any, **options: Any
-    ) -> None:
-        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for adapters and other models."""
-        directory = Path(str(self.args.output_dir))
-        if not (directory / "config.json").is_file() or self.model.config.model_type != AFTConfig.model_type:
-            super().create_model_card(language, license, *arguments, **options)
-        elif self.is_world_process_zero():
-            write_card(directory, repo_id=self.hub_model_id, license=license)
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for other models."""
+        if self.model.config.model_type == AFTConfig.model_type:
+            write_card(Path(str(self.args.output_dir)), repo_id=self.hub_model_id, license=options.get("license"))
+        else:
+            super().create_model_card(*arguments, **options)
+
+    def _save_checkpoint(self, *arguments: Any) -> None:
+        cast(Any, self.state.stateful_callbacks)[IDENTITY] = self.identity  # in trainer_state.json
+        super()._save_checkpoint(*arguments)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
@@ -376,17 +342,11 @@ def distillation_loss(
     `loss` is a mean over the batch; z and z_t are logits, (B, classes). No gradient flows to the teacher. DeiT uses a
     weight of 0.1 for soft and 0.5 for hard distillation, and a temperature of 3.
     """
-    if kind not in ("soft", "hard"):
-        raise ValueError(f"distillation must be one of soft, hard, got {kind!r}")
     if not 0 <= weight <= 1 or temperature <= 0:
         raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
     if kind == "hard":
         return (1 - weight) * loss + weight * F.cross_entropy(logits, teacher_logits.argmax(-1))
-    divergence = F.kl_div(
-        F.log_softmax(logits / temperature, -1),
-        F.log_softmax(teacher_logits / temperature, -1),
-        reduction="batchmean",
-        log_target=True,
-    )
+    ours, taught = (F.log_softmax(each / temperature, -1) for each in (logits, teacher_logits))
+    divergence = F.kl_div(ours, taught, reduction="batchmean", log_target=True)
     return (1 - weight) * loss + weight * temperature**2 * divergence
