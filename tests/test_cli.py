@@ -36,8 +36,9 @@ def vit(tmp_path_factory):
     return path
 
 
-def test_python_m_is_the_command_and_prints_the_versions_that_bug_reports_need():
-    done = subprocess.run([sys.executable, "-m", "aft_hf", "--version"], capture_output=True, text=True)
+@pytest.mark.parametrize("module", ("aft_hf", "aft_hf.cli"))
+def test_python_m_is_the_command_and_prints_the_versions_that_bug_reports_need(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.match(r"aft-hf \S+, torch \S+, transformers \S+, Python \S+$", done.stdout)
 

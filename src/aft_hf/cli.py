@@ -64,3 +64,7 @@ def main() -> None:
     own = "--help" in sys.argv or sys.argv[1:2] == ["transformers"]
     with nullcontext() if own else plain_output(), reported("aft-hf"):
         app(prog_name="aft-hf")
+
+
+if __name__ == "__main__":
+    main()

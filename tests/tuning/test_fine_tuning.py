@@ -12,7 +12,6 @@ from transformers import (
     GPT2LMHeadModel,
     PoolFormerConfig,
     PoolFormerForImageClassification,
-    Trainer,
     TrainingArguments,
     ViTConfig,
 )
@@ -94,19 +93,6 @@ def test_only_linear_weights_decay_and_no_embeddings_though_a_head_may_share_the
     groups = build_optimizer(model, 0.1, weight_decay=0.5).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
     assert {name for name, parameter in model.named_parameters() if id(parameter) in decayed} == linear
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
-def test_fine_tuning_with_a_sharded_model_is_refused(tmp_path, monkeypatch, strategy):
-    create = Trainer.create_accelerator_and_postprocess
-
-    def sharded(self):
-        create(self)
-        setattr(self, f"is_{strategy}_enabled", True)
-
-    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", sharded)
-    with pytest.raises(ValueError, match="neither with FSDP nor with DeepSpeed"):
-        tuner(classifier(), tmp_path)
 
 
 # The teacher

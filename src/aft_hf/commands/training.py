@@ -70,7 +70,7 @@ def finetune_command(
 ) -> dict[str, float]:
     """Fine-tune an AFT, or any image classifier of transformers, on labeled images.
 
-    Options of TrainingArguments of transformers work, too: --do-train,
+    All options of TrainingArguments of transformers work, too: --do-train,
     --do-eval, --output-dir (default: trainer_output), --num-train-epochs (3),
     --max-steps, --learning-rate (5e-5), --per-device-train-batch-size (8),
     --resume-from-checkpoint (a checkpoint; true: the newest), --bf16 ...

@@ -195,7 +195,7 @@ def _train(trainer: "FineTuner", arguments: TrainingArguments) -> dict[str, floa
             else:
                 logger.warning(f"{checkpoint} does not record its training data and options, so they are not compared")
             # Trainer would begin with a new optimizer if its file is missing.
-            for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+            for name in () if trainer.sharded else (OPTIMIZER_NAME, SCHEDULER_NAME):
                 if not (checkpoint / name).is_file():
                     raise ValueError(f"{checkpoint}: there is no {name}; give an earlier checkpoint")
         with nullcontext() if checkpoint is None else data_only(checkpoint):
@@ -251,11 +251,10 @@ class FineTuner(Trainer):
         **options: Any,
     ):
         super().__init__(**options)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # whose checkpoints have files of their own
-            raise ValueError("fine-tuning runs with DDP, and neither with FSDP nor with DeepSpeed: leave them out")
         self.position_bias_scale, self.augment = position_bias_scale, augment
         self.teacher, self.distillation = teacher, distillation or {}
         self.identity: dict[str, Any] = {}  # is saved with checkpoints
+        self.sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose checkpoints have files of their own
         if teacher is not None:
             if teacher.base_model is teacher:
                 kind = type(teacher).__name__
@@ -293,14 +292,24 @@ class FineTuner(Trainer):
             loss = distillation_loss(loss, outputs.logits, taught, **self.distillation)
         return (loss * share, outputs) if return_outputs else loss * share
 
+    # `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
+    # file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads
-        # the file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
-        saved = load_trained(type(self.model), resume_from_checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
+        if self.sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        if self.sharded:
+            super()._load_best_model()
+        else:
+            self._load_weights(str(self.state.best_model_checkpoint))
+
+    def _load_weights(self, checkpoint: str) -> None:
+        saved = load_trained(type(self.model), checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
