@@ -1,6 +1,5 @@
 """`aft-hf visualize` and the arrays behind its pictures."""
 
-import json
 import re
 from functools import partial
 
@@ -111,10 +110,6 @@ def checkpoints(tmp_path_factory):
     for name in ("vit", "beit"):
         ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
     build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
-    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
-    results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses}
-    results["evaluations"] = [{"step": 20, "bits_per_byte": 2.0}]
-    (root / "text" / "results.json").write_text(json.dumps(results))
     (root / "images").mkdir()
     for i in range(3):
         pixels = np.random.default_rng(i).integers(0, 256, (8, 12, 3), dtype=np.uint8)
@@ -137,7 +132,6 @@ def visualize(*arguments):
         ("beit", "attention", ["--images", "images"]),
         ("image", "keys", ["--images", "images"]),
         ("text", "keys", ["--text", "to be or not"]),
-        ("text", "losses", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -163,12 +157,6 @@ def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_n
     assert name in (tmp_path / "losses.svg").read_text()
 
 
-def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.chdir(checkpoints / "text")
-    done = visualize(".", "losses", "--out", tmp_path / "losses.svg")
-    assert done.exit_code == 0 and "<!-- text -->" in (tmp_path / "losses.svg").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [
@@ -176,7 +164,6 @@ def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, mo
         ("image", "attention", [], "needs a ViT, DeiT or BEiT, got aft; give the kind biases or keys"),
         ("image", "biases", ["--images", "images", "--text", "a"], "--images needs the kind attention or keys"),
         ("vit", "attention", ["--values", "w", "--text", "a"], "--values needs the kind biases, --text"),
-        ("text", "losses", ["--layers", "1", "--heads", "16"], "--layers needs the kind biases or attention or keys"),
         ("image", "keys", ["--images", "images", "--num-images", "2"], "--num-images needs the kind attention"),
         ("image", "keys", ["--images", "images", "--text", "a"], "--text needs a model of text"),
         ("text", "keys", ["--images", "images", "--text", "a"], "--images needs a model of images"),
@@ -186,7 +173,6 @@ def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, mo
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
         ("image", "biases", ["--values", "log"], "values must be one of"),
         ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),
-        ("image", "losses", [], "results.json"),
     ],
 )
 def test_a_checkpoint_or_option_that_visualize_cannot_draw_ends_in_a_one_line_error(

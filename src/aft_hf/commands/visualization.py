@@ -10,17 +10,15 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Au
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..analysis.maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
-from ..analysis.pictures import BIASES, check_path, draw_losses, draw_maps, save
+from ..analysis.pictures import BIASES, check_path, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..console import refuse_unused
 from ..conversion.images import pixel_batches, read_images
 from ..conversion.source import MODEL_TYPES, read_source
 from ..data.image_size import pixel_values
-from ..errors import explained
 from ..limits import limited
-from ..loading import find_file, load, read_config
+from ..loading import load, read_config
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
-from ..reading import read_json
 
 
 if TYPE_CHECKING:
@@ -30,17 +28,16 @@ if TYPE_CHECKING:
 KINDS = (
     "biases: position biases w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: attention of a ViT or "
     "DeiT by relative position, averaged over --images (Figures 1, 5). keys: keys of all layers for an image "
-    "(Figures 9 to 12) or a text. losses: losses of a training run."
+    "(Figures 9 to 12) or a text."
 )
 # Options, and the kinds that use them.
 OF_KINDS = {"values": ("biases",), "num_images": ("attention",), "images": ("attention", "keys"), "text": ("keys",)}
-OF_KINDS |= dict.fromkeys(("layers", "heads"), ("biases", "attention", "keys"))
 
 
 def visualize_command(
     context: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
-    kind: Annotated[Literal["biases", "attention", "keys", "losses"], typer.Argument(help=KINDS)],
+    kind: Annotated[Literal["biases", "attention", "keys"], typer.Argument(help=KINDS)],
     out: Annotated[list[Path] | None, typer.Option(help="Output .png or .svg; repeatable. Default: KIND.png.")] = None,
     values: Annotated[str, typer.Option(help="For biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "w",
     layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 1,3,5; by default all.")] = None,
@@ -55,9 +52,7 @@ def visualize_command(
         check_path(path)
     unused = {name: kinds for name, kinds in OF_KINDS.items() if kind not in kinds}
     refuse_unused(context, {name: f"the kind {' or '.join(kinds)}" for name, kinds in unused.items()})
-    if kind == "losses":
-        figure = _losses(checkpoint)
-    elif kind == "attention":
+    if kind == "attention":
         model, processor = _load_transformer(checkpoint)
         attention, _ = mean_attention(model, pixel_batches(_images(images, num_images), processor))
         maps = [relative_attention(each, patch_grid(model.config)) for each in attention]
@@ -102,15 +97,6 @@ def _keys(
     column = "head" if all(len(each) == model.config.num_heads for each in features) else "feature"
     maps = [on_patches(each, model.config.grid_of(pixels.shape[-2:])) for each in features]
     return _draw(maps, layers, scale="own", column=column, picture=image, label="key K", most=heads)
-
-
-def _losses(checkpoint: str) -> "Figure":
-    path = find_file(checkpoint, "results.json")
-    results = {} if path is None else read_json(path, dict[str, Any])
-    if not results.get("losses"):
-        raise ValueError(f"{checkpoint}: no results.json with losses; give the output of a training run")
-    with explained(f"{path}: is not the results.json of a training run"):
-        return draw_losses([(Path(checkpoint).resolve().name, results)])
 
 
 def _load(checkpoint: str) -> AFTPreTrainedModel:
