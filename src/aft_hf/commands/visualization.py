@@ -13,7 +13,7 @@ from ..analysis.maps import bias_maps, key_features, mean_attention, on_patches,
 from ..analysis.pictures import BIASES, check_path, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..console import refuse_unused
-from ..conversion.images import pixel_batches, read_images
+from ..conversion.images import read_images
 from ..conversion.source import MODEL_TYPES, read_source
 from ..data.image_size import pixel_values
 from ..limits import limited
@@ -54,7 +54,8 @@ def visualize_command(
     refuse_unused(context, {name: f"the kind {' or '.join(kinds)}" for name, kinds in unused.items()})
     if kind == "attention":
         model, processor = _load_transformer(checkpoint)
-        attention, _ = mean_attention(model, pixel_batches(_images(images, num_images), processor))
+        batches = (pixel_values(processor, [image]) for image in _images(images, num_images))
+        attention, _ = mean_attention(model, batches)
         maps = [relative_attention(each, patch_grid(model.config)) for each in attention]
         figure = _draw(maps, layers, scale="own", label="attention by offset", most=heads)
     elif kind == "biases":

@@ -23,10 +23,9 @@ from torch import nn
 
 from ..analysis.maps import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
-from ..data.image_size import resized_processor
+from ..data.image_size import pixel_values, resized_processor
 from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTForImageClassification
-from .images import pixel_batches
 from .source import VisionTransformerSource
 
 
@@ -37,12 +36,11 @@ LARGEST_BIAS = 10.0
 
 @torch.no_grad()
 def fit_to_attention(
-    model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[torch.Tensor | Image.Image]
+    model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[Image.Image]
 ) -> dict[str, str]:
     """Fit the position biases and keys of the AFT-conv layers of a model converted from `source`, in place.
 
-    The images are those of `convert_deit`. Returns the names of the fitted parameters, each with a description of what
-    it was fitted to.
+    Returns the names of the fitted parameters, each with a description of what it was fitted to.
     """
     teacher: Any = source.to_transformers().float()
     queries: dict[nn.Module, Any] = {}  # sums over the images, by the projection
@@ -53,8 +51,8 @@ def fit_to_attention(
 
     for layer in teacher.base_model.layers:
         layer.attention.q_proj.register_forward_hook(add)
-    batches = pixel_batches(images, resized_processor(source.image_processor, pair(source.config.image_size)))
-    maps, num_images = mean_attention(teacher, batches)
+    processor = resized_processor(source.image_processor, pair(source.config.image_size))
+    maps, num_images = mean_attention(teacher, (pixel_values(processor, [image]) for image in images))
     fitted = {}
     for i, (layer, of_teacher, attention) in enumerate(zip(model.aft.layers, teacher.base_model.layers, maps)):
         mixer, projections = layer.mixer, of_teacher.attention

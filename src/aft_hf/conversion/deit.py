@@ -48,7 +48,7 @@ def convert_deit(
     image_size: int | tuple[int, int] | None = None,
     num_labels: int | None = None,
     init: str = "paper",
-    images: Iterable[torch.Tensor | Image.Image] | None = None,
+    images: Iterable[Image.Image] | None = None,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
@@ -62,19 +62,15 @@ def convert_deit(
     Args:
         source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.
         aft_type: "conv", "full", "local" or "simple", or a list with one type for each layer.
-        kernel_size: kernel size s of `conv`, odd.
-        num_heads: number of position-bias heads h; must divide the width of the source. Default: that of
-            `AFTConfig` for this type and width.
-        window_size: window size s of `local`.
-        position_bias_dim: rank d' of the factorized biases of `full` and `local`; None for an unfactorized table.
-        position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough. 1
-            is the value of the paper, to be used with `position_bias_scale` of `build_optimizer`.
+        kernel_size, num_heads, window_size, position_bias_dim: as for `AFTConfig`.
+        position_bias_multiplier: as for `AFTConfig`. 1 is the value of the paper, to be used with
+            `position_bias_scale` of `build_optimizer`.
         image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
             Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
         num_labels: number of classes of the new classifier, for a source without one, and only then.
         init: "paper" for new position biases and keys, or "attention" to fit those of `conv` to the attention of the
             source on `images` (`fit_to_attention`).
-        images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
+        images: for `init="attention"`: PIL images, a few hundred of the kind that the source was trained on.
         source_image_size, source_num_heads: as for `read_source`.
 
     Returns:

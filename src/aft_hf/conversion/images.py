@@ -1,15 +1,12 @@
 """Reading unlabeled images for a teacher from a folder of image files or from parquet files."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
-from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import PARQUET, ImageError, list_images, open_image
-from ..data.image_size import pixel_values
 from ..errors import shortened
 
 
@@ -61,14 +58,3 @@ class ImagesOnDisk(Sequence[Image.Image]):
             return image_of({"image": self.images[index]}, "image")
         except ImageError as error:
             raise ImageError(f"{self.path}, row {index}: {error}") from error
-
-
-def pixel_batches(
-    images: Iterable[torch.Tensor | Image.Image], processor: BaseImageProcessor
-) -> Iterator[torch.Tensor]:
-    """Yield pixel values, (B, channels, height, width): tensors unchanged, PIL images preprocessed one by one."""
-    for image in images:
-        if isinstance(image, torch.Tensor):
-            yield image.reshape(-1, *image.shape[-3:])
-        else:
-            yield pixel_values(processor, [image])

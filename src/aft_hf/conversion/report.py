@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ..errors import InputError
 from ..reading import Document
@@ -46,8 +46,6 @@ class ConversionReport(Document):
         tensors: a record for each tensor of the target, and for each dropped tensor of the source.
         files: SHA-256 of the files beside a saved report that the conversion wrote, by name.
     """
-
-    model_config = ConfigDict(frozen=False)
 
     source: str
     options: dict[str, Any] = {}

@@ -110,7 +110,7 @@ def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any,
         with move_into(directory) as aside:
             model.save_pretrained(aside)
             processor.save_pretrained(aside)
-            report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+            report.files.update({path.name: sha256(path) for path in sorted(aside.iterdir())})
             (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
             verify_conversion(source, aside)
             _refuse_files(directory)  # again: another process may have written there
