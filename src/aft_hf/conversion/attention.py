@@ -37,10 +37,10 @@ LARGEST_BIAS = 10.0
 @torch.no_grad()
 def fit_to_attention(
     model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[Image.Image]
-) -> dict[str, str]:
+) -> tuple[set[str], int]:
     """Fit the position biases and keys of the AFT-conv layers of a model converted from `source`, in place.
 
-    Returns the names of the fitted parameters, each with a description of what it was fitted to.
+    Returns the names of the fitted parameters, and the number of images.
     """
     teacher: Any = source.to_transformers().float()
     queries: dict[nn.Module, Any] = {}  # sums over the images, by the projection
@@ -53,7 +53,7 @@ def fit_to_attention(
         layer.attention.q_proj.register_forward_hook(add)
     processor = resized_processor(source.image_processor, pair(source.config.image_size))
     maps, num_images = mean_attention(teacher, (pixel_values(processor, [image]) for image in images))
-    fitted = {}
+    fitted = set()
     for i, (layer, of_teacher, attention) in enumerate(zip(model.aft.layers, teacher.base_model.layers, maps)):
         mixer, projections = layer.mixer, of_teacher.attention
         if not isinstance(mixer, AFTConv):
@@ -75,8 +75,8 @@ def fit_to_attention(
             values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
         for name, value in values.items():
             mixer.get_parameter(name).copy_(value)
-            fitted[f"aft.layers.{i}.mixer.{name}"] = f"to the attention of the source on {num_images} images"
-    return fitted
+            fitted.add(f"aft.layers.{i}.mixer.{name}")
+    return fitted, num_images
 
 
 def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ def convert_deit(
             target[name].copy_(copy.tensor)
     if init == "attention" and "conv" not in config.layer_aft_types:
         raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
-    fitted = {} if images is None else fit_to_attention(model, source, images)
+    fitted, num_images = (set(), 0) if images is None else fit_to_attention(model, source, images)
     check_finite(f"{source.name}, after the conversion", target.items())
 
     records = [
@@ -120,7 +120,6 @@ def convert_deit(
             target=name,
             shape=tensor.shape,
             sources=copies[name].sources if name in copies else (),
-            note=fitted.get(name, ""),
         )
         for name, tensor in target.items()
     ]
@@ -129,6 +128,7 @@ def convert_deit(
     options |= {
         "num_heads": config.num_heads,
         "init": init,
+        "images": num_images,
         "source_image_size": source.config.image_size,
         "source_num_heads": source.config.num_attention_heads,
         "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",

@@ -25,14 +25,12 @@ class TensorRecord(Document):
         shape: shape in the target, or else in the source.
         sources: names of the tensors in the source that it is made of: one for a plain copy or a part of a fused
             projection; two for the mean of two heads, or for a tensor that a layer scale is folded into.
-        note: details, as text.
     """
 
     status: Status
     target: str | None = None
     shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
     sources: tuple[str, ...] = ()
-    note: str = ""
 
 
 class ConversionReport(Document):
@@ -40,8 +38,8 @@ class ConversionReport(Document):
 
     Attributes:
         source: name of the converted checkpoint.
-        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed, the license
-            that the source states and the record of the distillation, if there were any.
+        options: options of `convert_deit` with defaults filled in and the number of images, how the source was read,
+            and the seed, the license that the source states and the record of the distillation, if there were any.
         versions: versions of the libraries.
         tensors: a record for each tensor of the target, and for each dropped tensor of the source.
         files: SHA-256 of the files beside a saved report that the conversion wrote, by name.
