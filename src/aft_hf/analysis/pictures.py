@@ -4,7 +4,6 @@ Pictures have no background, and all lines and text are in one gray, so that the
 matplotlib, from the extra "viz", is imported when a picture is drawn.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,33 +141,25 @@ def draw_maps(
 
 
 @styled()
-def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
-    """Draw the training losses and the validation scores of runs over the steps; without evaluations, the final score.
+def draw_losses(results: Mapping[str, Any]) -> "Figure":
+    """Draw the losses and the validation scores of a run over the steps; without evaluations, the final score.
 
     Args:
-        runs: the name of each run, and the content of its results.json.
-
-    Raises:
-        ValueError: a run has none of the metrics by which runs are scored.
+        results: the content of its results.json.
     """
+    curve = [(row["step"], row["loss"]) for row in results["losses"]]
+    final = next(iter(results["metrics"].values()))  # of the first data set
+    metric = min(final.keys() & METRICS, key=METRICS.index)
+    points = [(row["step"], row[metric]) for row in results["evaluations"]] or [(curve[-1][0], final[metric])]
     figure, axes = new_figure(1, 2, (9, 3.4))
     losses, scores = axes[0]
     scores.sharex(losses)
-    names = set()
-    for colour, (_, results) in zip(itertools.cycle(CURVES), runs):
-        curve = [(row["step"], row["loss"]) for row in results["losses"]]
-        final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
-        if not (present := [each for each in METRICS if each in final]):
-            raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
-        points = [(row["step"], row[present[0]]) for row in results["evaluations"]]
-        names.add(present[0].replace("_", " "))
-        losses.plot(*zip(*curve), color=colour)
-        scores.plot(*zip(*(points or [(curve[-1][0], final[present[0]])])), ".-", color=colour)
+    losses.plot(*zip(*curve), color=CURVES[0])
+    scores.plot(*zip(*points), ".-", color=CURVES[0])
     losses.set(xlabel="step", ylabel="training loss (nats)")
-    scores.set(xlabel="step", ylabel=f"validation {', '.join(sorted(names))}")
+    scores.set(xlabel="step", ylabel=f"validation {metric.replace('_', ' ')}")
     for axis in (losses, scores):
         axis.grid(alpha=0.3)
-        axis.legend(axis.lines, [name for name, _ in runs])
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -8,7 +8,7 @@ held in memory, so memory does not depend on the number of images.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, Literal
@@ -48,16 +48,14 @@ class DistillationOptions(Document):
     """Options of a distillation: the budget, in `steps` or in `minutes`, and the hyperparameters.
 
     Attributes:
-        steps: number of updates; None for a budget in minutes. Runs with the same steps and seed are reproducible.
-        minutes: duration of the whole distillation, including interrupted runs; None for a budget in steps.
+        steps: number of updates. Runs with the same steps and seed are reproducible.
+        minutes: duration of the whole distillation, including interrupted runs.
         batch_size: images per update, summed over all processes.
         learning_rate: peak learning rate; it rises over the first tenth of the budget and then decays by a cosine.
-        hidden_states: initial weight of the hidden states in the loss, where the logits have weight 1. It is
-            proportional to the square of the remaining share of the budget, since an AFT cannot reproduce all hidden
-            states of its source, and need not.
-        augmentation: name of the augmentation, as for `build_augmentation`.
-        augmentation_probability: probability that an image is augmented, in [0, 1]. The other images are unchanged,
-            as at inference: a teacher that was trained without this augmentation is less accurate with it.
+        hidden_states: initial weight of the hidden states in the loss, where the logits have weight 1. It falls with
+            the square of the remaining budget, since an AFT cannot reproduce all hidden states, and need not.
+        augmentation, augmentation_probability: as for `build_augmentation`, and the share of the images that it
+            changes. A teacher that was trained without this augmentation is less accurate with it.
         seed: seed of the order of the images and of their augmentation.
     """
 
@@ -79,7 +77,6 @@ def distill(
     images: Sequence[Image.Image],
     *,
     checkpoints: Path | None = None,
-    conversion: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
@@ -93,8 +90,6 @@ def distill(
         checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
             run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time may
             use the directory: `save_converted` locks it. Default: no checkpoints.
-        conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
-            Checkpoints of another conversion are refused.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -112,7 +107,7 @@ def distill(
     try:
         run = _Run(model.float().train(), source, images, settings)
         if checkpoints is not None:
-            run.resume(checkpoints, source, conversion or {})
+            run.resume(checkpoints, source)
         run.start()
         take_steps(run)
     finally:
@@ -187,15 +182,14 @@ class _Run(Training):
         set_seed(settings.seed, device_specific=True)
         self.processor = resized_processor(source.image_processor, size)
 
-    def resume(self, directory: Path, source: VisionTransformerSource, conversion: Mapping[str, Any]) -> None:
+    def resume(self, directory: Path, source: VisionTransformerSource) -> None:
         """Save checkpoints in a directory from now on, and resume from the newest one, if there is one."""
         tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
-        # What determines the result, except the initial weights of the student.
+        # What determines the result, except the initial weights of the student, whose config says how they were made.
         recipe = self.settings.model_dump() | {
             "images": sum_images(self.images),
             "image_processor": source.image_processor.to_dict(),
             "source_tensors": sum_arrays(tensors),
-            "conversion": conversion,
             "model": {**self.config.to_dict(), "transformers_version": None},
         }
         self.recipe = json.loads(json.dumps(recipe, default=str))

@@ -14,6 +14,7 @@ from ..position_biases_aft import widen
 
 POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
 PATCHES = "embeddings.patch_embeddings.projection.weight"
+LAYER_SCALE = ".layer_scale"
 
 # Parts of names of timm, the original DeiT and DINOv2, and those of transformers in memory.
 TO_TRANSFORMERS = {
@@ -30,11 +31,10 @@ TO_TRANSFORMERS = {
     r"^norm\.": "layernorm.",
     r"^head\.": "classifier.",
     r"^head_dist\.": "distillation_classifier.",
+    # Layer scales: gamma in x + gamma * branch(x) is folded into the last module of the branch.
+    r"\.(ls1\.gamma|gamma_1|layer_scale1\.lambda1)$": f".attention.o_proj{LAYER_SCALE}",
+    r"\.(ls2\.gamma|gamma_2|layer_scale2\.lambda1)$": f".mlp.fc2{LAYER_SCALE}",
 }
-# The layer scales of timm, DeiT-III and DINOv2, and the modules that they are folded into: gamma in
-# x + gamma * branch(x) is folded into the last module of the branch.
-LAYER_SCALE = r"\.(?:ls([12])\.gamma|gamma_([12])|layer_scale([12])\.lambda1)$"
-SCALED = {"1": "attention.o_proj", "2": "mlp.fc2"}
 # The tensors of a ViT by their names in transformers, and those that a file may hold in addition to the classifier.
 LAYER = r"layers\.\d+\.(layernorm_(before|after)|attention\.[qkvo]_proj|mlp\.fc[12])\.(weight|bias)"
 KNOWN = rf"{LAYER}|embeddings\..*|layernorm\.(weight|bias)|\w*classifier\.(weight|bias)"
@@ -68,8 +68,8 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
     of_files = get_checkpoint_conversion_mapping("ViTModel")  # names of transformers' own files
     for name, tensor in tensors.items():
         known = renamed(apply_renamings(name, of_files), TO_TRANSFORMERS)
-        if match := re.search(LAYER_SCALE, known):
-            scales[f"{known[: match.start()]}.{SCALED[match[match.lastindex or 0]]}"] = name
+        if known.endswith(LAYER_SCALE):
+            scales[known.removesuffix(LAYER_SCALE)] = name
             continue
         parts = {known: tensor}
         if ".attention.qkv." in known:

@@ -82,14 +82,13 @@ def save_converted(
             torch.manual_seed(seed)
             model, report = convert_deit(origin, **options)
         report.options["seed"] = seed
+        # The config shares these, so that they follow the model through any later training.
+        model.config.conversion = {"source": report.source, "options": report.options}
         if distillation is not None:
-            resuming: dict[str, Any] = {"checkpoints": checkpoints, "conversion": dict(report.options)}
-            report.options["distillation"] = distill(model, origin, **distillation, **resuming)
+            report.options["distillation"] = distill(model, origin, **distillation, checkpoints=checkpoints)
         terms = read_license(origin.name)
         if terms.get("license", "other") != "other" or "://" in terms.get("license_link", ""):
             report.options["source_license"] = terms
-        # The config keeps these, so that they follow the model through any later training.
-        model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
         if is_main:
             processor = resized_processor(origin.image_processor, pair(model.config.image_size))
             try:
