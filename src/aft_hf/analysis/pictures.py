@@ -167,16 +167,15 @@ def draw_losses(results: Mapping[str, Any]) -> "Figure":
 def plot_position_biases(
     model: AFTPreTrainedModel, path: str | os.PathLike[str], *, max_heads: int = 8, values: str = "w"
 ) -> None:
-    """Draw the position biases of every layer (rows) and the first heads (columns), and save the picture.
+    """Draw the `bias_maps` of every layer (rows) and the first heads (columns), and save the picture.
 
-    For AFT-conv the kernels are drawn, for all other types the T x T biases. The colors of w and exp(w) - 1 are
-    centered on 0, which is the value outside the window: red positions have more weight, blue ones less.
+    The colors of w and exp(w) - 1 are centered on 0, which is the value outside the window: red positions have more
+    weight, blue ones less.
 
     Args:
-        model: any AFT model.
+        model, values: as for `bias_maps`.
         path: output file, .png or .svg.
         max_heads: maximum number of heads to draw.
-        values: "w", "exp" or "expm1", see `bias_maps`.
     """
     maps = bias_maps(model, values)
     label, scale = BIASES[values]

@@ -4,12 +4,12 @@ import re
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..console import plain_console, refuse_unused
-from ..conversion import REPORT_NAME, ConversionReport, ImagesOnDisk, read_images, save_converted
+from ..conversion import REPORT_NAME, ImagesOnDisk, read_images, save_converted
 from ..conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULTIPLIER, WINDOW_SIZE
 from ..data.classes import chooses_a_class, other_task
 
@@ -91,17 +91,17 @@ def convert_command(
 
     Fine-tune the result, or use --distill for a model that is ready to use.
     """
-    distillation: dict[str, Any] = {name: context.params[name] for name in OF_DISTILLATION}
-    if minutes is None and steps is None:
-        distillation["minutes"] = DISTILLATION_MINUTES
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
     refuse_unused(context, _needs(types, distill, init))
+    distillation = None
     if distill:
         if images is None:
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
-        distillation["images"] = ImagesOnDisk(images)
+        distillation = {name: context.params[name] for name in OF_DISTILLATION} | {"images": ImagesOnDisk(images)}
+        if minutes is None and steps is None:
+            distillation["minutes"] = DISTILLATION_MINUTES
     model, report = save_converted(
         source,
         out,
@@ -109,29 +109,36 @@ def convert_command(
         position_bias_dim=position_bias_dim or None,
         image_size=_parse_size("--image-size", image_size),
         init=init,
-        images=None if images is None or (distill and init == "paper") else read_images(images, num_images),
+        images=read_images(images, num_images) if images and init == "attention" else None,
         source_image_size=_parse_size("--source-image-size", source_image_size),
-        distillation=distillation if distill else None,
+        distillation=distillation,
         **{name: context.params[name] for name in PASSED_ON},
     )
     name = f"AFT-{'/'.join(sorted(set(model.config.layer_aft_types)))}"  # as in the paper
     if "conv" in name:
         name += f" {model.config.kernel_size}/{model.config.num_heads} (kernel size/position-bias heads)"
+    proof = f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
+    if done := report.options.get("distillation"):
+        proof = (
+            f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
+            f"source agree on {done['agreement']:.1%} of the images of the last steps "
+            f"(KL {done['divergence']:.3f} nats)"
+        )
     lines = [
         f"{report.summary()}; {REPORT_NAME} names them",
-        _proof(report),
+        proof,
         f"weights of the source: {report.options['source_weights']}",
         f"image processor (size, mean, standard deviation): {report.options['image_processor']}",
         f"{out}: {name}, {model.num_parameters() / 1e6:.2f} M parameters",
     ]
     if chooses_a_class(model.config):
-        words = ["aft-hf", "finetune", "--do_train", "--do_eval", "--model_name_or_path", str(out), "--train", "DATA"]
+        given = ["--model_name_or_path", str(out), "--train", "DATA"]
         # A source without classes teaches none, and finetune has no options to read a source with.
-        can_teach = num_labels is None and source_image_size is None and source_num_heads is None
-        words += ["--teacher", source] if can_teach else []
-        words += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
+        if num_labels is None and source_image_size is None and source_num_heads is None:
+            given += ["--teacher", source]
+        given += ["--learning_rate", "1e-3", "--num_train_epochs", "6", "--output_dir", f"{out}-tuned"]
         lines.append("Next step, with labeled images (DATA: a folder with a folder for each class, or parquet files):")
-        lines.append(f"  {shlex.join(words)}")
+        lines.append(f"  aft-hf finetune --do_train --do_eval {shlex.join(given)}")
         if not distill and num_labels is None:
             lines.append("or with unlabeled images: this command for another OUT with --distill --images IMAGES")
     else:
@@ -151,18 +158,6 @@ def _needs(types: list[str], distill: bool, init: str) -> dict[str, str]:
         if not allowed & {*types}:
             needs[option] = f"--aft-type {' or '.join(sorted(allowed))}"
     return needs
-
-
-def _proof(report: ConversionReport) -> str:
-    """One line with the verification of a conversion, or with the result of a distillation."""
-    if "distillation" not in report.options:
-        return f"{len(report.with_status('copied'))} copied tensors verified bit for bit"
-    done = report.options["distillation"]
-    return (
-        f"distilled on {done['images']} images: {done['steps']} steps in {done['minutes']:.1f} minutes; AFT and "
-        f"source agree on {done['agreement']:.1%} of the images of the last steps "
-        f"(KL {done['divergence']:.3f} nats)"
-    )
 
 
 def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:

@@ -26,16 +26,12 @@ from .resizing import one_or_pair
 ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_(\d+(_in21k|_in21ft1k)?|dinov2)"
 # Activations whose names in timm are not those in transformers.
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"}
-LAYER_NORM_EPS = 1e-6
 HEAD_WIDTH = 64
 # The widths of the huge, giant and gigantic ViT, which have 16 heads of more than `HEAD_WIDTH` features.
 HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
 
-
-Positive = Annotated[int, Field(gt=0, le=2**20)]
-Labels = list[str] | dict[str, str]
-Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
-Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
+Size = Annotated[int, Field(gt=0, le=2**20)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
 BESIDE = {"label_names", "label_descriptions", "global_pool"}
 # Keys of earlier versions of timm.
@@ -45,22 +41,22 @@ RENAMED = {"labels": "label_names", "label_name": "label_names", "display_name":
 class PretrainedConfig(Document):
     """Schema of `pretrained_cfg` of timm, the images and labels that a model was trained on, with timm's defaults."""
 
-    input_size: tuple[Positive, Positive, Positive] | None = None
+    input_size: tuple[Size, Size, Size] | None = None
     crop_pct: Annotated[float, Field(ge=0.1, le=10)] = 0.875
     crop_mode: Literal["center"] = "center"
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
-    mean: Mean = list(IMAGENET_DEFAULT_MEAN)
-    std: Std = list(IMAGENET_DEFAULT_STD)
+    mean: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = tuple(IMAGENET_DEFAULT_MEAN)
+    std: tuple[Positive, Positive, Positive] = tuple(IMAGENET_DEFAULT_STD)
     global_pool: str | None = None
-    label_names: Labels = {}
+    label_names: list[str] | dict[str, str] = {}
     label_descriptions: dict[str, str] = {}
 
 
 class ModelArgs(Document):
     """Schema of `model_args` of timm: arguments of the model that the tensors do not determine."""
 
-    img_size: Positive | tuple[Positive, Positive] | None = None
-    num_heads: Positive | None = None
+    img_size: Size | tuple[Size, Size] | None = None
+    num_heads: Size | None = None
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swish"] = "gelu"
     global_pool: str | None = None
 
@@ -109,8 +105,7 @@ def infer_config(
 ) -> ViTConfig | DeiTConfig:
     """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
-    The default of `image_size` is that of timm's config, or of a square grid with a patch for each position; the
-    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width.
+    Without an image size or a number of heads in timm's config, the grid is square and the number is the usual one.
     Position embeddings without one of the class token, as in DeiT-III, get a zero for it in `parts`.
     """
     if ".patch_embeddings." in parts[PATCHES].sources[0]:
@@ -143,7 +138,7 @@ def infer_config(
         num_attention_heads=num_heads,
         intermediate_size=intermediate_size,
         hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
-        layer_norm_eps=LAYER_NORM_EPS,
+        layer_norm_eps=1e-6,
         image_size=one_or_pair(image_size),
         patch_size=one_or_pair((rows, columns)),
         num_channels=channels,
@@ -192,6 +187,6 @@ def image_processor(config: PretrainedConfig, image_size: tuple[int, int]) -> Ba
         size={"shortest_edge": math.floor(max(image_size) / config.crop_pct)},
         crop_size={"height": image_size[0], "width": image_size[1]},
         resample=getattr(PILImageResampling, config.interpolation.upper()),
-        image_mean=config.mean,
-        image_std=config.std,
+        image_mean=list(config.mean),
+        image_std=list(config.std),
     )
