@@ -14,7 +14,7 @@ from ..conversion.deit import KERNEL_SIZE, POSITION_BIAS_DIM, POSITION_BIAS_MULT
 from ..data.classes import chooses_a_class, other_task
 
 
-DISTILLATION_MINUTES = 15.0  # default budget
+MINUTES = 15.0  # default budget of --distill
 # Options of `save_converted` by the same name.
 PASSED_ON: tuple[str, ...] = ("kernel_size", "num_heads", "window_size", "position_bias_multiplier", "num_labels")
 PASSED_ON += ("source_num_heads", "seed")
@@ -28,18 +28,14 @@ in_model, in_source, in_start, in_distillation = (
 
 def convert_command(
     context: typer.Context,
-    source: Annotated[
-        str, typer.Argument(help="ViT or DeiT of transformers, timm or the original DeiT: directory, file or Hub id.")
-    ],
+    source: Annotated[str, typer.Argument(help="ViT or DeiT of transformers or timm: directory, file or Hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write the converted AFT model to.")],
     aft_type: Annotated[
         list[str] | None,
         in_model(help="conv (default), full, local or simple; for one per layer, repeat it or separate by commas."),
     ] = None,
     kernel_size: Annotated[int, in_model(help="Kernel size s of conv; an odd number.")] = KERNEL_SIZE,
-    num_heads: Annotated[
-        int | None, in_model(help="Position-bias heads h. Default: 1; with conv, one for each 24 features.")
-    ] = None,
+    num_heads: Annotated[int | None, in_model(help="Position-bias heads. Default: 1; conv: up to width / 24.")] = None,
     window_size: Annotated[int, in_model(help="Window size s of local.")] = WINDOW_SIZE,
     position_bias_dim: Annotated[
         int, in_model(help="Rank d' of the position biases of full and local; 0 for an unfactorized table.")
@@ -48,9 +44,7 @@ def convert_command(
         float, in_model(help="Factor on position biases, so that they train faster; 1 in the paper.")
     ] = POSITION_BIAS_MULTIPLIER,
     image_size: Annotated[str | None, in_model(help="224, or 224x384, height x width. Default: the source's.")] = None,
-    num_labels: Annotated[
-        int | None, in_model(min=1, metavar="<int>", help="Classes of a new classifier, if the source has none.")
-    ] = None,
+    num_labels: Annotated[int | None, in_model(min=1, metavar="<int>", help="Classes if the source has none.")] = None,
     init: Annotated[
         str | None,
         in_start(
@@ -58,33 +52,21 @@ def convert_command(
             "the source's on --images). Default: attention with --distill if all layers are conv; otherwise paper."
         ),
     ] = None,
-    images: Annotated[
-        Path | None, in_start(help="Images for --init attention and --distill: a folder, a file, or parquet files.")
-    ] = None,
+    images: Annotated[Path | None, in_start(help="Unlabeled images: a folder, a file or parquet files.")] = None,
     num_images: Annotated[int, in_start(help="Number of images that --init attention uses.")] = 256,
-    distill: Annotated[
-        bool, in_distillation("--distill", help="Train the AFT on the source's outputs for --images, without labels.")
-    ] = False,
-    minutes: Annotated[
-        float | None, in_distillation(help=f"Budget of --distill in minutes. Default: {DISTILLATION_MINUTES:g}.")
-    ] = None,
+    distill: Annotated[bool, in_distillation("--distill", help="Train on the source's outputs for --images.")] = False,
+    minutes: Annotated[float | None, in_distillation(help=f"Budget in minutes, {MINUTES:g} by default.")] = None,
     steps: Annotated[int | None, in_distillation(help="Budget in steps, in place of --minutes; reproducible.")] = None,
-    batch_size: Annotated[int, in_distillation(help="Batch size of --distill.")] = 32,
-    learning_rate: Annotated[float, in_distillation(help="Maximum learning rate of --distill.")] = 1e-3,
-    augmentation: Annotated[
-        str, in_distillation(help="none, shift, crop or resized_crop; crops also flip.")
-    ] = "shift",
+    batch_size: Annotated[int, in_distillation(help="Images per step.")] = 32,
+    learning_rate: Annotated[float, in_distillation(help="Maximum learning rate.")] = 1e-3,
+    augmentation: Annotated[str, in_distillation(help="none, shift, crop, resized_crop; crops also flip.")] = "shift",
     augmentation_probability: Annotated[
         float, in_distillation(help="Probability of the augmentation. Give 1 if the source was trained with it.")
     ] = 0.5,
-    seed: Annotated[
-        int, in_start(min=0, max=2**32 - 1, metavar="<int>", help="Seed of new weights and of --distill.")
-    ] = 0,
-    source_image_size: Annotated[
-        str | None, in_source(help="Image size of the source if its checkpoint does not contain it.")
-    ] = None,
+    seed: Annotated[int, in_start(min=0, max=2**32 - 1, metavar="<int>", help="Seed of weights and --distill.")] = 0,
+    source_image_size: Annotated[str | None, in_source(help="Image size, if the checkpoint does not tell.")] = None,
     source_num_heads: Annotated[
-        int | None, in_source(help="Heads of the source if not in its checkpoint. Default: width / 64; 16 if huge.")
+        int | None, in_source(help="Heads, if the checkpoint does not tell. Default: width / 64; 16 if huge.")
     ] = None,
 ) -> None:
     """Convert a trained ViT or DeiT into an AFT.
@@ -101,7 +83,7 @@ def convert_command(
             raise ValueError("--distill needs --images: a few thousand images of the target domain, without labels")
         distillation = {name: context.params[name] for name in OF_DISTILLATION} | {"images": ImagesOnDisk(images)}
         if minutes is None and steps is None:
-            distillation["minutes"] = DISTILLATION_MINUTES
+            distillation["minutes"] = MINUTES
     model, report = save_converted(
         source,
         out,

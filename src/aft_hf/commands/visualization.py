@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 
 KINDS = (
-    "biases: position biases w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: attention of a ViT or "
-    "DeiT by relative position, averaged over --images (Figures 1, 5). keys: keys of all layers for an image "
-    "(Figures 9 to 12) or a text."
+    "biases: position biases w of all layers. attention: attention of a ViT or DeiT by relative position, averaged "
+    "over --images. keys: keys of all layers for an image or a text."
 )
 # Options, and the kinds that use them.
 OF_KINDS = {"values": ("biases",), "num_images": ("attention",), "images": ("attention", "keys"), "text": ("keys",)}
