@@ -54,10 +54,10 @@ def convert_deit(
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """Convert a trained ViT or DeiT image classifier to an AFT, as the paper does for its Table 8.
 
-    The patch embedding, layer norms, value and output projections, MLPs and classifier are copied. The class token is
-    copied if no layer is `conv`, and the position embeddings are copied if not all layers are `conv`. The query and
-    key projections and the position biases are newly initialized, unless `init="attention"` fits some of them. The
-    model has to be fine-tuned or distilled.
+    The patch embedding, layer norms, value and output projections, MLPs and classifier are copied; the class token
+    too if no layer is `conv`, and the position embeddings if not all layers are. The query and key projections and
+    the position biases are new, unless `init="attention"` fits some of them. The model has to be fine-tuned or
+    distilled.
 
     Args:
         source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.

@@ -1,8 +1,7 @@
 """Distillation without labels: a converted model learns the outputs of its teacher from images alone.
 
-The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its hidden states.
-Teacher and student see the same images, a random subset of which is augmented. Only the hidden states of one batch are
-held in memory, so memory does not depend on the number of images.
+It is fitted to the teacher's logits and, with a weight that decays to 0, to its hidden states. Teacher and student see
+the same images, a random subset of which is augmented.
 """
 
 import json
@@ -87,9 +86,9 @@ def distill(
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
-        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
-            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time may
-            use the directory: `save_converted` locks it. Default: no checkpoints.
+        checkpoints: directory to save a checkpoint to every five minutes, at the end, and when the run is stopped
+            (SIGTERM, Ctrl-C), and to resume from. Only one distillation at a time may use it: `save_converted` locks
+            it. Default: no checkpoints.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -99,16 +98,13 @@ def distill(
     Raises:
         ValueError: the source does not choose one of the classes of the model; there are no images; an option is
             invalid; the checkpoints belong to other options or another conversion; or the loss is not finite.
-        OSError: the checkpoint directory cannot be written.
-        SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
+        OSError: a checkpoint cannot be written.
+        SystemExit: the run was stopped by a signal; the code is 128 + its number.
     """
     settings = check_distillable(source, images, **options)
     dtype, mode = model.dtype, model.training
     try:
-        run = _Run(model.float().train(), source, images, settings)
-        if checkpoints is not None:
-            run.resume(checkpoints, source)
-        run.start()
+        run = _Run(model.float().train(), source, images, settings, checkpoints)
         take_steps(run)
     finally:
         model.train(mode).to(device="cpu", dtype=dtype)
@@ -161,6 +157,7 @@ class _Run(Training):
         source: VisionTransformerSource,
         images: Sequence[Image.Image],
         settings: DistillationOptions,
+        checkpoints: Path | None,
     ):
         self.classes = teacher_classes(source.config, model.config)
         join_processes()
@@ -170,8 +167,6 @@ class _Run(Training):
         self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"batch_size={self.batch_size}: not a multiple of {accelerator.num_processes} processes")
-        self.checkpoints: Checkpoints | None = None
-        self.recipe: dict[str, Any] = {}  # of the checkpoints
         teacher = source.resized(size).to_transformers()
         self.teacher = teacher.float().requires_grad_(False).to(accelerator.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
@@ -180,9 +175,20 @@ class _Run(Training):
         # Running means of divergence, agreement and errors.
         self.means = torch.zeros(2 + model.config.num_hidden_layers, device=accelerator.device)
         set_seed(settings.seed, device_specific=True)
-        self.processor = resized_processor(source.image_processor, size)
+        self.checkpoints: Checkpoints | None = None
+        if checkpoints is not None:
+            self._resume(checkpoints, source)
+        processor, processes = resized_processor(source.image_processor, size), accelerator.num_processes
+        sizes = len(images), self.batch_size, self.batch_size // processes
+        place = {"process": accelerator.process_index, "processes": processes}
+        stop = settings.steps or 2**31  # a budget in minutes has no number of steps
+        batches = GlobalBatches(*sizes, seed=settings.seed, start=self.step, stop=stop, **place)
+        self.batches = (pixel_values(processor, [images[key.index] for key in keys]) for keys in batches)
+        self.progress = self._progress()
+        self.reported = 100 * self.progress
+        self.saved = self.since = time.monotonic()
 
-    def resume(self, directory: Path, source: VisionTransformerSource) -> None:
+    def _resume(self, directory: Path, source: VisionTransformerSource) -> None:
         """Save checkpoints in a directory from now on, and resume from the newest one, if there is one."""
         tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
         # What determines the result, except the initial weights of the student, whose config says how they were made.
@@ -202,17 +208,6 @@ class _Run(Training):
             (means,) = manifest.record.evaluations
             self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
         self.checkpoints.set_aside(self.step)
-
-    def start(self) -> None:
-        """Start the batches and the clock at the current step."""
-        sizes = len(self.images), self.batch_size, self.batch_size // self.accelerator.num_processes
-        place = {"process": self.accelerator.process_index, "processes": self.accelerator.num_processes}
-        stop = self.settings.steps or 2**31  # a budget in minutes has no number of steps
-        batches = GlobalBatches(*sizes, seed=self.settings.seed, start=self.step, stop=stop, **place)
-        self.batches = (pixel_values(self.processor, [self.images[key.index] for key in keys]) for keys in batches)
-        self.progress = self._progress()
-        self.reported = 100 * self.progress
-        self.saved = self.since = time.monotonic()
 
     def is_done(self) -> bool:
         return self.progress >= 1
@@ -248,7 +243,11 @@ class _Run(Training):
             chosen = torch.rand(len(pixels), 1, 1, 1) < self.settings.augmentation_probability
             pixels = torch.where(chosen.to(pixels.device), self.augment(pixels), pixels)
         with self.accelerator.autocast():
-            states, logits = self._teach(pixels)
+            taught = self.teacher(pixel_values=pixels, output_hidden_states=True)
+            # Before each block, for the tokens of the student.
+            tokens, num_patches = int(bool(self.config.use_cls_token)), math.prod(self.config.grid_size)
+            states = [torch.cat([x[:, :tokens], x[:, -num_patches:]], 1) for x in taught.hidden_states[:-1]]
+            logits = taught.logits[:, self.classes]
             divergence, errors, agreement = student_losses(self.student, pixels, states, logits)
         weight = self.settings.hidden_states * (1 - progress) ** 2
         self.accelerator.backward(divergence + weight * errors.mean())
@@ -260,14 +259,6 @@ class _Run(Training):
         decay = min(WINDOW, self.step / (self.step + 1))
         self.means = torch.lerp(latest, self.means, decay)
         self.step += 1
-
-    @torch.no_grad()
-    def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
-        outputs = self.teacher(pixel_values=pixels, output_hidden_states=True)
-        tokens, num_patches = int(bool(self.config.use_cls_token)), math.prod(self.config.grid_size)
-        states = [torch.cat([x[:, :tokens], x[:, -num_patches:]], 1) for x in outputs.hidden_states[:-1]]
-        return states, outputs.logits[:, self.classes]
 
     def _progress(self) -> float:
         """The share of the budget that is spent; of a budget in minutes, by the time of the main process."""

@@ -39,27 +39,20 @@ def save_converted(
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """Convert a checkpoint, and save the model, its image processor and the report.
 
-    The files are verified before they are moved to `directory`. A distillation saves its checkpoints next to
-    `directory`, in the hidden directory `.NAME-distillation`, until the model is saved; after an interruption, the
-    same call resumes from them.
+    A distillation saves its checkpoints next to `directory`, in the hidden directory `.NAME-distillation`, until the
+    model is saved; after an interruption, the same call resumes from them.
 
     Args:
         source, source_image_size, source_num_heads: as for `read_source`, but no model in memory, which has no files
             to verify against.
         directory: output directory; must be missing or empty.
         seed: seed of the new weights and, by default, of the distillation.
-        distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
-            the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
-            and is the default of `aft-hf convert --distill`. Under `accelerate launch`, all processes train, and the
-            main process saves.
+        distillation: `images` and the other arguments of `distill`, to train the converted model. Under `accelerate
+            launch`, all processes train, and the main process saves.
         **options: the other arguments of `convert_deit`.
 
-    Returns:
-        The model and the report.
-
     Raises:
-        InputError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be
-            written.
+        InputError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be written.
     """
     directory = Path(os.path.realpath(directory))
     _refuse_files(directory)  # before the work begins
@@ -128,11 +121,8 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     """Verify a saved conversion against its source.
 
     Source and conversion are read again from their files. The report must list all tensors of both. Every copied
-    tensor is made again from the source, and must have the dtype, the shape and the bits of the saved tensor.
-
-    Args:
-        source: the converted checkpoint: a directory, a Hub repository, or a weight file.
-        directory: the directory that `save_converted` wrote.
+    tensor is made again from the source, and must have the dtype, the shape and the bits of the saved tensor. The
+    arguments are those of `save_converted`.
 
     Returns:
         The number of copied tensors, all of which are equal; 0 after a distillation.

@@ -123,9 +123,8 @@ def read_source(
     DINOv2 (without registers) and ViT-MAE are read as ViTs without a classifier.
 
     Args:
-        source: a model of transformers in memory; or a directory or a Hub repository with the config.json of
-            transformers or timm; or a weight file in the format of timm and the original DeiT. Weights are
-            safetensors, or pickles, of which only tensors are loaded.
+        source: a model in memory; or a directory or a Hub repository with the config.json of transformers or timm; or
+            a weight file with the names of timm; weights are safetensors, or pickles, of which only tensors are read.
         source_image_size: image size in pixels that the checkpoint was trained at, (height, width) or one number for
             both. Needed if neither a config nor a square number of positions determines it.
         source_num_heads: number of attention heads. Needed if no config contains it and it is not the usual number at
