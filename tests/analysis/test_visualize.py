@@ -156,8 +156,8 @@ def test_a_run_has_a_validation_score_in_the_picture_of_its_losses(evaluations):
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [
-        ("vit", "biases", [], "is a vit, not an AFT; for a ViT or DeiT, give the kind attention"),
-        ("image", "attention", [], "needs a ViT, DeiT or BEiT, got aft; give the kind biases or keys"),
+        ("vit", "biases", [], "model_type='vit', not 'aft'; give another model"),
+        ("image", "attention", [], "has the type 'aft'; give one of vit, deit"),
         ("image", "biases", ["--images", "images", "--text", "a"], "--images needs the kind attention or keys"),
         ("vit", "attention", ["--values", "w", "--text", "a"], "--values needs the kind biases, --text"),
         ("image", "keys", ["--images", "images", "--num-images", "2"], "--num-images needs the kind attention"),

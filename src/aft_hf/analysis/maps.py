@@ -22,11 +22,7 @@ UNLIMITED_LENGTH = 256  # of the maps of a text model without a length limit
 
 @torch.no_grad()
 def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor]:
-    """Return w, exp(w) or exp(w) - 1 of every layer.
-
-    Args:
-        model: any AFT model.
-        values: "w", "exp" or "expm1".
+    """Return w, exp(w) or exp(w) - 1 of every layer of an AFT: `values` is "w", "exp" or "expm1".
 
     Returns:
         The maps of each layer, (h, rows, columns) in float32: for AFT-conv the kernels (for text, a single row), for

@@ -38,8 +38,6 @@ STYLE = {
 }
 FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
 LAYERS_IN_A_ROW = 8
-# Color scales of maps and their color maps: one scale for all maps, symmetric around 0 ("signed"); or a scale for each
-# map, symmetric around 0 ("own signed") or beginning at its lowest value ("own").
 SCALES = {"signed": "RdBu_r", "own signed": "RdBu_r", "own": "viridis"}
 OUTLIERS = 0.001  # the share of values that may lie beyond the ends of a scale
 # Label and scale for the `values` of `bias_maps`. exp(w) of some heads is a thousand times that of others.
@@ -63,11 +61,7 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Save a picture; the suffix determines the format.
-
-    Raises:
-        ValueError: the suffix is neither .png nor .svg.
-    """
+    """Save a picture as .png or .svg, by the suffix of the path; a ValueError is raised for any other."""
     path = Path(path)
     check_path(path)
     with write_atomic(path) as file, styled():
@@ -91,8 +85,8 @@ def draw_maps(
 
     Args:
         layers: maps of each layer, (n, rows, columns).
-        scale: color scale: "signed" (symmetric around 0) for one scale of all maps, or "own signed" or "own" for a
-            scale of each map.
+        scale: "signed" for one color scale of all maps, symmetric around 0, "own signed" for one of each map, or "own"
+            for one of each map from its lowest value.
         label: label of the color scale.
         names: names of the layers. Default: "layer 1", "layer 2" ...
         column: name of a map of a layer, such as "head" or "feature".

@@ -14,7 +14,7 @@ from ..analysis.pictures import BIASES, check_path, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..console import refuse_unused
 from ..conversion.images import read_images
-from ..conversion.source import MODEL_TYPES, read_source
+from ..conversion.source import read_source
 from ..data.image_size import pixel_values
 from ..limits import limited
 from ..loading import load, read_config
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-KINDS = (
-    "biases: position biases w of all layers. attention: attention of a ViT or DeiT by relative position, averaged "
-    "over --images. keys: keys of all layers for an image or a text."
-)
+KINDS = "biases: those of an AFT. attention: that of a ViT for --images. keys: those of an AFT for an image or a text."
 # Options, and the kinds that use them.
 OF_KINDS = {"values": ("biases",), "num_images": ("attention",), "images": ("attention", "keys"), "text": ("keys",)}
 
@@ -101,19 +98,13 @@ def _keys(
 
 def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
-    if (kind := read_config(checkpoint).model_type) not in (None, "aft"):
-        raise ValueError(f"{checkpoint}: is a {kind}, not an AFT; for a ViT or DeiT, give the kind attention")
     architecture = (load(AFTConfig, checkpoint).architectures or [""])[0]
     return load({each.__name__: each for each in HEADS}.get(architecture, AFTModel), checkpoint).eval()
 
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type  # of timm: None
-    if kind not in (None, "beit", *MODEL_TYPES):
-        instead = "; give the kind biases or keys" if kind == "aft" else ""
-        raise ValueError(f"{checkpoint}: the kind attention needs a ViT, DeiT or BEiT, got {kind}{instead}")
-    if kind == "beit":
+    if not Path(checkpoint).is_file() and read_config(checkpoint).model_type == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)

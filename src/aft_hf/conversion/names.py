@@ -83,25 +83,22 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
             vit[each] = Part(part, (name,))
     for module, scale in scales.items():
         for name in (f"{module}.weight", f"{module}.bias"):
-            if name in vit:
-                vit[name] = _scaled(source, vit[name], tensors[scale], scale)
+            if name not in vit:
+                continue
+            part, factor = vit[name], tensors[scale]
+            if factor.shape != part.tensor.shape[:1]:
+                raise InputError(
+                    f"{source}: the layer scale {scale} has the shape {tuple(factor.shape)}, which does not fit "
+                    f"{part.sources[0]} of the shape {tuple(part.tensor.shape)}; save all tensors of the model"
+                )
+            scaled = torch.einsum("o,o...->o...", widen(factor), widen(part.tensor))
+            vit[name] = Part(scaled.to(part.tensor.dtype), (*part.sources, scale))
     # A distilled DeiT predicts the mean of two heads. timm calls the first of them as the only head of others.
     if DISTILLATION_TOKEN in vit and "distillation_classifier.weight" in vit:
         for kind in ("weight", "bias"):
             if f"classifier.{kind}" in vit:
                 vit[f"cls_classifier.{kind}"] = vit.pop(f"classifier.{kind}")
     return vit
-
-
-def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
-    """Multiply the rows of a tensor by a layer scale."""
-    if scale.shape != part.tensor.shape[:1]:
-        raise InputError(
-            f"{source}: the layer scale {name} has the shape {tuple(scale.shape)}, which does not fit "
-            f"{part.sources[0]} of the shape {tuple(part.tensor.shape)}; save the state dict of the whole model"
-        )
-    scaled = torch.einsum("o,o...->o...", widen(scale), widen(part.tensor))
-    return Part(scaled.to(part.tensor.dtype), (*part.sources, name))
 
 
 def renamed(name: str, table: Mapping[str, str] = TO_AFT) -> str:

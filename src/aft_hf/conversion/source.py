@@ -147,8 +147,6 @@ def read_source(
     if isinstance(source, PreTrainedModel):
         tensors, part = {key: tensor.detach().cpu() for key, tensor in source.state_dict().items()}, ""
     else:
-        if not Path(name).is_file():
-            refuse_adapter(name)
         tensors, part = read_weights(name)
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     with explained(f"{name}: holds no weights of a ViT or DeiT"):
@@ -228,6 +226,7 @@ def _read_config(name: str) -> dict[str, Any]:
             raise InputError(f"{name}: give the directory, or move the weights if {beside} is of another model")
         return {}
     config = read_config(name).model_dump(exclude_unset=True)
+    refuse_adapter(name)
     if config.get("model_type") is None and config.get("architecture") is None:
         raise InputError(f"{name}: its {CONFIG_NAME} has no model_type (transformers) or architecture (timm)")
     return config
