@@ -69,10 +69,7 @@ def fit_to_attention(
         # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
         query = (queries[projections.q_proj] / num_images).unflatten(0, (len(attention), -1))
         key = projections.k_proj.weight.double().unflatten(0, query.shape)
-        keys = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
-        values["k_proj.weight"] = keys
-        if mixer.k_proj.bias is not None:
-            values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
+        values["k_proj.weight"] = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
         for name, value in values.items():
             mixer.get_parameter(name).copy_(value)
             fitted.add(f"aft.layers.{i}.mixer.{name}")

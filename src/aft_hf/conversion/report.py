@@ -23,8 +23,8 @@ class TensorRecord(Document):
             the target; or "dropped" from the source. A distillation then trains all tensors of the target.
         target: name of the tensor in the target; None if it is dropped.
         shape: shape in the target, or else in the source.
-        sources: names of the tensors in the source that it is made of: one for a plain copy or a part of a fused
-            projection; two for the mean of two heads, or for a tensor that a layer scale is folded into.
+        sources: names of the tensors in the source that it is made of: two for the mean of two heads, or for a tensor
+            that a layer scale is folded into.
     """
 
     status: Status

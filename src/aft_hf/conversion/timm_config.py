@@ -115,54 +115,48 @@ def infer_config(
         raise InputError(f"{name}: has no {missing[0]} (the name in transformers); save all tensors of a ViT")
     with explained(f"{name}: {', '.join(used)} (names in transformers) do not have the shapes of those of a ViT"):
         shapes = [tuple(parts[each].tensor.shape) for each in used]
-        (width, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
+        (features, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
         rows, columns = patch_size
     distilled = DISTILLATION_TOKEN in parts
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
     if num_heads is None:
-        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
-    if num_heads < 1 or width % num_heads:
+        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(
+            features, 0 if features % HEAD_WIDTH else features // HEAD_WIDTH
+        )
+    if num_heads < 1 or features % num_heads:
         raise InputError(
-            f"{name}: the number of heads at its width of {width} is not known, or does not divide it; give "
+            f"{name}: the number of heads at its width of {features} is not known, or does not divide it; give "
             "source_num_heads (--source-num-heads)"
         )
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
-    image_size = _image_size(name, length, 2 if distilled else 1, (rows, columns), image_size)
-    if length == (image_size[0] // rows) * (image_size[1] // columns):
-        padded = nn.functional.pad(parts[POSITIONS].tensor, (0, 0, 1, 0))
-        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=padded)
-    return (DeiTConfig if distilled else ViTConfig)(
-        hidden_size=width,
-        num_hidden_layers=len({key.split(".")[1] for key in parts if key.startswith("layers.")}),
-        num_attention_heads=num_heads,
-        intermediate_size=intermediate_size,
-        hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
-        layer_norm_eps=1e-6,
-        image_size=one_or_pair(image_size),
-        patch_size=one_or_pair((rows, columns)),
-        num_channels=channels,
-        qkv_bias="layers.0.attention.q_proj.bias" in parts,
-        **_labels(pretrained_cfg, max((len(parts[name].tensor) for name in CLASSIFIERS & parts.keys()), default=0)),
-    )
-
-
-def _image_size(
-    name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
-) -> tuple[int, int]:
-    """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
-    rows, columns = patch_size
-    counts = (length - prefix, length)
+    counts = (length - (2 if distilled else 1), length)  # of patches, with or without positions of the other tokens
     sides = (math.isqrt(max(count, 0)) for count in counts)
     side = next((side for side in sides if side**2 in counts), 0)  # of a square grid
     height, width = (side * rows, side * columns) if image_size is None else pair(image_size)
-    if (height // rows) * (width // columns) not in counts or height % rows or width % columns or height < 1:
+    num_patches = (height // rows) * (width // columns)
+    if num_patches not in counts or height % rows or width % columns or height < 1:
         size = "square images" if image_size is None else f"images of {height} x {width} pixels"
         raise InputError(
             f"{name}: {size} do not fit its {length} positions and patches of {rows} x {columns} pixels; give "
             "source_image_size (--source-image-size), the height and width it was trained at"
         )
-    return height, width
+    if length == num_patches:
+        padded = nn.functional.pad(parts[POSITIONS].tensor, (0, 0, 1, 0))
+        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=padded)
+    return (DeiTConfig if distilled else ViTConfig)(
+        hidden_size=features,
+        num_hidden_layers=len({key.split(".")[1] for key in parts if key.startswith("layers.")}),
+        num_attention_heads=num_heads,
+        intermediate_size=intermediate_size,
+        hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
+        layer_norm_eps=1e-6,
+        image_size=one_or_pair((height, width)),
+        patch_size=one_or_pair((rows, columns)),
+        num_channels=channels,
+        qkv_bias="layers.0.attention.q_proj.bias" in parts,
+        **_labels(pretrained_cfg, max((len(parts[name].tensor) for name in CLASSIFIERS & parts.keys()), default=0)),
+    )
 
 
 def _labels(config: PretrainedConfig, num_labels: int) -> dict[str, Any]:
