@@ -76,7 +76,16 @@ def convert_command(
     types = [name.strip() for names in aft_type or ["conv"] for name in names.split(",")]
     if init is None:
         init = "attention" if distill and set(types) == {"conv"} else "paper"
-    refuse_unused(context, _needs(types, distill, init))
+    needs = {} if distill else dict.fromkeys(OF_DISTILLATION, "--distill")  # of options that have no effect
+    if init == "paper":
+        needs["num_images"] = "--init attention"
+        if not distill:
+            needs["images"] = "--distill or --init attention"
+    of_types = {"kernel_size": {"conv"}, "window_size": {"local"}, "position_bias_dim": {"full", "local"}}
+    for option, allowed in of_types.items():
+        if not allowed & {*types}:
+            needs[option] = f"--aft-type {' or '.join(sorted(allowed))}"
+    refuse_unused(context, needs)
     distillation = None
     if distill:
         if images is None:
@@ -126,20 +135,6 @@ def convert_command(
     else:
         lines.append(f"{out}: {other_task(model.config)}")
     plain_console().print("\n".join(lines), soft_wrap=True)
-
-
-def _needs(types: list[str], distill: bool, init: str) -> dict[str, str]:
-    """Return the options that have no effect, and what each of them needs."""
-    needs = {} if distill else dict.fromkeys(OF_DISTILLATION, "--distill")
-    if init == "paper":
-        needs["num_images"] = "--init attention"
-        if not distill:
-            needs["images"] = "--distill or --init attention"
-    of_types = {"kernel_size": {"conv"}, "window_size": {"local"}, "position_bias_dim": {"full", "local"}}
-    for option, allowed in of_types.items():
-        if not allowed & {*types}:
-            needs[option] = f"--aft-type {' or '.join(sorted(allowed))}"
-    return needs
 
 
 def _parse_size(option: str, text: str | None) -> int | tuple[int, int] | None:

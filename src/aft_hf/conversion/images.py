@@ -14,14 +14,12 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     """Read up to `limit` images in RGB, evenly spaced, so that images sorted by class cover all classes.
 
     Args:
-        path: a folder with image files at any depth, a parquet file with a column of images, or with a column "image"
-            of the contents or paths of image files, or a folder of parquet files. Of several columns of images, the
-            one named "image" is read.
+        path: an image file, a folder of image files at any depth, a parquet file, or a folder of parquet files, with
+            one column of images, or a column "image" of images, of image files or of their paths.
         limit: maximum number of images, at least 1.
 
     Raises:
-        ValueError: there are no images, several columns hold images and none is named "image", or an image cannot be
-            read.
+        ValueError: there are no images, or no such column, or an image cannot be read.
     """
     images = ImagesOnDisk(path)
     count = min(limit, len(images))

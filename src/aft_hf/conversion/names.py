@@ -85,14 +85,14 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
         for name in (f"{module}.weight", f"{module}.bias"):
             if name not in vit:
                 continue
-            part, factor = vit[name], tensors[scale]
-            if factor.shape != part.tensor.shape[:1]:
+            (unscaled, sources), factor = vit[name], tensors[scale]
+            if factor.shape != unscaled.shape[:1]:
                 raise InputError(
                     f"{source}: the layer scale {scale} has the shape {tuple(factor.shape)}, which does not fit "
-                    f"{part.sources[0]} of the shape {tuple(part.tensor.shape)}; save all tensors of the model"
+                    f"{sources[0]} of the shape {tuple(unscaled.shape)}; save the state dict of the whole model"
                 )
-            scaled = torch.einsum("o,o...->o...", widen(factor), widen(part.tensor))
-            vit[name] = Part(scaled.to(part.tensor.dtype), (*part.sources, scale))
+            scaled = torch.einsum("o,o...->o...", widen(factor), widen(unscaled))
+            vit[name] = Part(scaled.to(unscaled.dtype), (*sources, scale))
     # A distilled DeiT predicts the mean of two heads. timm calls the first of them as the only head of others.
     if DISTILLATION_TOKEN in vit and "distillation_classifier.weight" in vit:
         for kind in ("weight", "bias"):

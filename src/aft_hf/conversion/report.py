@@ -19,8 +19,8 @@ class TensorRecord(Document):
     """Record of one tensor of the target or the source, and what became of it.
 
     Attributes:
-        status: "copied" from the source to `target`; "fitted" to the attention of the source; "new", initialized in
-            the target; or "dropped" from the source. A distillation then trains all tensors of the target.
+        status: "copied" from the source; "fitted" to its attention; "new"; or "dropped" from the source. A
+            distillation then trains all tensors of the target.
         target: name of the tensor in the target; None if it is dropped.
         shape: shape in the target, or else in the source.
         sources: names of the tensors in the source that it is made of: two for the mean of two heads, or for a tensor

@@ -36,15 +36,14 @@ def adapt_to_image_size(
     stride is unchanged; they become smaller at most until they no longer overlap.
 
     The resized kernels and patches are new parameters: create the optimizer after the call. Set the new size in
-    the image processor too. Resizing loses information: a call with the old size does not undo it, and repeated
-    calls flatten the kernels and round the patch size again. Adapt a copy of the original model each time.
+    the image processor too. Resizing loses information: adapt a copy of the original model each time.
 
     Args:
         model: an image model with only `conv` layers.
         image_size: the new image size in pixels, or (height, width).
         stretch_kernels: False keeps the kernels as trained.
-        enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops
-            of a small part of the image (`RandomResizedCrop`), in which objects appear larger.
+        enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops of a
+            small part of the image, in which objects appear larger.
 
     Raises:
         ValueError: the model has position embeddings, `position_bias_selection` or adapters; the size is no multiple

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ def save_converted(
     directory = Path(os.path.realpath(directory))
     _refuse_files(directory)  # before the work begins
     checkpoints, advice = directory.with_name(f".{directory.name}-distillation"), ""
-    lock: AbstractContextManager[None] = nullcontext()
     is_main = True
     if distillation is not None:
         from ..running.checkpoints import remove_checkpoints
@@ -66,8 +65,7 @@ def save_converted(
 
         distillation = {"seed": seed, **distillation}
         is_main, advice = join_processes().is_main_process, f"; run again to resume from {checkpoints}"
-        lock = owned(checkpoints, temporary=True)
-    with lock:
+    with nullcontext() if distillation is None else owned(checkpoints, temporary=True):
         origin = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
         if distillation is not None:
             check_distillable(origin, **distillation)  # before the fit to the attention, which may take minutes

@@ -198,7 +198,7 @@ def _read_transformers_config(name: str, values: Mapping[str, Any]) -> ViTConfig
     return ViTConfig(**shared)
 
 
-def _usual_image_processor(model_type: str, image_size: int | tuple[int, int]) -> BaseImageProcessor:
+def _usual_image_processor(model_type: str, image_size: Any) -> BaseImageProcessor:
     """Return the default image processor of a model type: ImageNet's mean and standard deviation, or 0.5 for a ViT."""
     height, width = pair(image_size)
     if model_type == "vit":

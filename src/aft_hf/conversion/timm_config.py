@@ -13,7 +13,6 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import PILImageResampling
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.utils import CONFIG_NAME
-from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import pair
 from ..errors import InputError, explained
@@ -46,8 +45,8 @@ class PretrainedConfig(Document):
     crop_pct: Annotated[float, Field(ge=0.1, le=10)] = 0.875
     crop_mode: Literal["center"] = "center"
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
-    mean: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = tuple(IMAGENET_DEFAULT_MEAN)
-    std: tuple[Positive, Positive, Positive] = tuple(IMAGENET_DEFAULT_STD)
+    mean: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (0.485, 0.456, 0.406)  # of ImageNet
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     global_pool: str | None = None
     label_names: list[str] | dict[str, str] = Field({}, validation_alias=LABELS)
     label_descriptions: dict[str, str] = Field({}, validation_alias=DESCRIPTIONS)
@@ -119,10 +118,9 @@ def infer_config(
         rows, columns = patch_size
     distilled = DISTILLATION_TOKEN in parts
     model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
+    usual = 0 if features % HEAD_WIDTH else features // HEAD_WIDTH
     if num_heads is None:
-        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(
-            features, 0 if features % HEAD_WIDTH else features // HEAD_WIDTH
-        )
+        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(features, usual)
     if num_heads < 1 or features % num_heads:
         raise InputError(
             f"{name}: the number of heads at its width of {features} is not known, or does not divide it; give "
