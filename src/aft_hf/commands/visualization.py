@@ -1,7 +1,7 @@
 """The command `aft-hf visualize`: the paper's figures for any checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -21,11 +21,7 @@ from ..loading import load, read_config
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-KINDS = "biases: those of an AFT. attention: that of a ViT for --images. keys: those of an AFT for an image or a text."
+KINDS = "biases: position biases. keys: of an image or a text. attention: of a ViT, by offset, mean over --images."
 # Options, and the kinds that use them.
 OF_KINDS = {"values": ("biases",), "num_images": ("attention",), "images": ("attention", "keys"), "text": ("keys",)}
 
@@ -64,8 +60,8 @@ def visualize_command(
         print(path)
 
 
-def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figure":
-    """Draw the maps of the layers that --layers lists, counted from 1."""
+def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> Any:
+    """Return a figure of the maps of the layers that --layers lists, counted from 1."""
     chosen = [*map(str, range(1, len(maps) + 1))] if layers is None else [each.strip() for each in layers.split(",")]
     if not all(each.isdecimal() and 1 <= int(each) <= len(maps) for each in chosen):
         raise ValueError(f"--layers {layers}: give numbers from 1 to {len(maps)}, separated by commas")
@@ -74,8 +70,8 @@ def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figu
 
 def _keys(
     context: typer.Context, checkpoint: str, layers: str | None, heads: int, images: Path | None, text: str | None
-) -> "Figure":
-    """Draw the keys of each layer: for an image a map of the patches for each head or feature, for a text one map."""
+) -> Any:
+    """Return a figure of the keys of each layer: a map of patches for each head or feature, or one map for a text."""
     model = _load(checkpoint)
     of_text = model.config.modality == "text"
     refuse_unused(context, {"images": "a model of images"} if of_text else {"text": "a model of text"})

@@ -5,9 +5,8 @@ logarithm of the teacher's mean attention, up to a constant for each row, which 
 
 The keys are fitted to the dependence of the attention on the content. A head of the teacher has the scores
 q_t . k_t' / sqrt(d_head). AFT has the same score K_t' for all queries, so q_t is replaced by its mean over patches and
-images: K_t' = mean(q) . k_t' / sqrt(d_head), a linear function of the hidden state. w and K are fitted independently,
-so a dependence of K on the position counts in both; since w is a mean over all pairs with an offset, the effect is
-small.
+images: K_t' = mean(q) . k_t' / sqrt(d_head), a linear function of the hidden state. A dependence of K on the position
+counts in w, too, but little: w is a mean over all pairs with an offset.
 
 AFT head i owns the features [i d/h, (i+1) d/h), and each teacher head owns its features likewise. AFT head i is fitted
 to the mean over the teacher's heads, weighted by the number of features that the two heads share.

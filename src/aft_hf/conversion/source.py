@@ -154,7 +154,7 @@ def read_source(
     check_finite(name, ((part.sources[0], part.tensor) for part in parts.values()))
     with explained(f"{name}: no readable {CONFIG_NAME}"):
         if isinstance(stated, TimmConfig):
-            config: Any = infer_config(name, parts, stated, image_size=source_image_size, num_heads=source_num_heads)
+            config: Any = infer_config(name, parts, stated, source_image_size, source_num_heads)
             processor = image_processor(stated.pretrained_cfg, pair(config.image_size))
             is_own = bool(stated.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
         else:

@@ -95,12 +95,7 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
 
 
 def infer_config(
-    name: str,
-    parts: dict[str, Part],
-    timm_config: TimmConfig,
-    *,
-    image_size: int | tuple[int, int] | None,
-    num_heads: int | None,
+    name: str, parts: dict[str, Part], stated: TimmConfig, image_size: int | tuple[int, int] | None, heads: int | None
 ) -> ViTConfig | DeiTConfig:
     """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
@@ -117,10 +112,9 @@ def infer_config(
         (features, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
         rows, columns = patch_size
     distilled = DISTILLATION_TOKEN in parts
-    model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
+    model_args, pretrained_cfg = stated.model_args, stated.pretrained_cfg
     usual = 0 if features % HEAD_WIDTH else features // HEAD_WIDTH
-    if num_heads is None:
-        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(features, usual)
+    num_heads = (model_args.num_heads or HEADS_OF_WIDTH.get(features, usual)) if heads is None else heads
     if num_heads < 1 or features % num_heads:
         raise InputError(
             f"{name}: the number of heads at its width of {features} is not known, or does not divide it; give "
