@@ -54,9 +54,9 @@ def converted(tmp_path, monkeypatch):
 
     def convert(state, causal=True):
         torch.save(state, "layer.pth")
-        names = {}
-        exec(code.replace("causal=True", f"{causal=}"), names)
-        return names["mixer"]
+        variables = {}
+        exec(code.replace("causal=True", f"{causal=}"), variables)
+        return variables["mixer"]
 
     return convert
 
