@@ -11,7 +11,7 @@ from . import kernels  # noqa: F401  (registers the fast forms of the operation)
 from ._version import __version__
 from .caching_aft import AFTCache
 from .configuration_aft import AFTConfig
-from .conversion import convert_deit, convert_labml
+from .conversion import convert_deit
 from .data.byte_tokenizer import build_byte_tokenizer
 from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple
 from .modeling_aft import (
@@ -61,6 +61,5 @@ __all__ = [
     "build_byte_tokenizer",
     "context_parallel",
     "convert_deit",
-    "convert_labml",
     "local_shard",
 ]

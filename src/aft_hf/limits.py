@@ -30,8 +30,8 @@ def limited(read: Callable[[], Any], what: str, size: int = 0, again: bool = Tru
         read: a function whose result can be pickled.
         what: what is read, for the message of the error that is raised at a limit.
         size: length in bytes of the text that the function reads.
-        again: whether a function that raises an exception is called again in this process, so that the exception has
-            its traceback. Otherwise only the limits are checked, and the result is None.
+        again: whether a function that raises an exception is called again in this process, which shows its traceback.
+            Otherwise only the limits are checked, and the result is None.
     """
     if sys.platform != "linux":
         return read() if again else None

@@ -1,6 +1,5 @@
 """`aft-hf visualize` and the arrays behind its pictures."""
 
-import json
 import re
 from functools import partial
 
@@ -21,7 +20,6 @@ from aft_hf.analysis import (
     on_patches,
     pictures,
     plot_position_biases,
-    save,
 )
 from aft_hf.analysis.maps import VALUES
 from aft_hf.cli import app
@@ -111,10 +109,6 @@ def checkpoints(tmp_path_factory):
     for name in ("vit", "beit"):
         ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(root / name)
     build_byte_tokenizer(model_max_length=16).save_pretrained(root / "text")
-    losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
-    results = {"metrics": {"validation": {"bits_per_byte": 2.0}}, "losses": losses}
-    results["evaluations"] = [{"step": 20, "bits_per_byte": 2.0}]
-    (root / "text" / "results.json").write_text(json.dumps(results))
     (root / "images").mkdir()
     for i in range(3):
         pixels = np.random.default_rng(i).integers(0, 256, (8, 12, 3), dtype=np.uint8)
@@ -137,7 +131,6 @@ def visualize(*arguments):
         ("beit", "attention", ["--images", "images"]),
         ("image", "keys", ["--images", "images"]),
         ("text", "keys", ["--text", "to be or not"]),
-        ("text", "losses", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -152,31 +145,21 @@ def test_every_kind_of_picture_is_drawn(checkpoints, tmp_path, name, kind, optio
 
 
 @pytest.mark.parametrize("evaluations", ([], [{"step": 10, "accuracy": 0.2}, {"step": 20, "accuracy": 0.5}]), ids=len)
-@pytest.mark.parametrize("name", (r"x$\frac$y", "_run"))  # no formula, no line that matplotlib hides
-def test_every_run_has_a_validation_score_in_the_picture_of_its_losses_and_its_name(evaluations, name, tmp_path):
+def test_a_run_has_a_validation_score_in_the_picture_of_its_losses(evaluations):
     losses = [{"step": 10, "loss": 5.0}, {"step": 20, "loss": 4.0}]
     metrics = {"validation": {"accuracy": 0.5}, "test": {"accuracy": 0.25}}
-    figure = draw_losses([(name, {"metrics": metrics, "losses": losses, "evaluations": evaluations})])
+    figure = draw_losses({"metrics": metrics, "losses": losses, "evaluations": evaluations})
     drawn = [list(zip(*axis.lines[0].get_data())) for axis in figure.axes]
     assert drawn == [[(10, 5.0), (20, 4.0)], [(10, 0.2), (20, 0.5)] if evaluations else [(20, 0.5)]]
-    save(figure, tmp_path / "losses.svg")
-    assert name in (tmp_path / "losses.svg").read_text()
-
-
-def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.chdir(checkpoints / "text")
-    done = visualize(".", "losses", "--out", tmp_path / "losses.svg")
-    assert done.exit_code == 0 and "<!-- text -->" in (tmp_path / "losses.svg").read_text()
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [
-        ("vit", "biases", [], "is a vit, not an AFT; for a ViT or DeiT, give the kind attention"),
-        ("image", "attention", [], "needs a ViT, DeiT or BEiT, got aft; give the kind biases or keys"),
+        ("vit", "biases", [], "model_type='vit', not 'aft'; give another model"),
+        ("image", "attention", [], "has the type 'aft'; give one of vit, deit"),
         ("image", "biases", ["--images", "images", "--text", "a"], "--images needs the kind attention or keys"),
         ("vit", "attention", ["--values", "w", "--text", "a"], "--values needs the kind biases, --text"),
-        ("text", "losses", ["--layers", "1", "--heads", "16"], "--layers needs the kind biases or attention or keys"),
         ("image", "keys", ["--images", "images", "--num-images", "2"], "--num-images needs the kind attention"),
         ("image", "keys", ["--images", "images", "--text", "a"], "--text needs a model of text"),
         ("text", "keys", ["--images", "images", "--text", "a"], "--images needs a model of images"),
@@ -186,7 +169,6 @@ def test_losses_of_the_current_directory_have_its_name(checkpoints, tmp_path, mo
         ("image", "biases", ["--layers", "3"], "give numbers from 1 to 2"),
         ("image", "biases", ["--values", "log"], "values must be one of"),
         ("image", "biases", ["--out", "w.pdf"], "must end in .png or .svg"),
-        ("image", "losses", [], "results.json"),
     ],
 )
 def test_a_checkpoint_or_option_that_visualize_cannot_draw_ends_in_a_one_line_error(

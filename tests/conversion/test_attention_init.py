@@ -2,9 +2,11 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import HEADS, TIMM, WIDTH, save_pth
+from PIL import Image
 
 from aft_hf import convert_deit
 from aft_hf.analysis.maps import relative_attention
@@ -24,13 +26,20 @@ def deit(tmp_path):
 
 
 @pytest.fixture
-def pixels():
-    return torch.randn(6, 3, 32, 32)
+def images():
+    random = np.random.default_rng(0)
+    return [Image.fromarray(random.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(6)]
 
 
-def attention_by_hand(path, pixels):
+def read(path, images):
+    """Return the model of transformers and the pixel values of images."""
+    source = read_source(path, **TIMM)
+    return source.to_transformers(), source.image_processor(images, return_tensors="pt")["pixel_values"]
+
+
+def attention_by_hand(path, images):
     """Return the mean attention of every layer, from the attention maps of transformers."""
-    model = read_source(path, **TIMM).to_transformers()
+    model, pixels = read(path, images)
     model.set_attn_implementation("eager")
     maps = []
     for attention in model(pixels, output_attentions=True).attentions:
@@ -79,10 +88,10 @@ def test_a_kernel_larger_than_the_grid_is_centred_over_the_offsets_of_the_grid()
 
 
 @pytest.mark.parametrize("num_heads", [3, 4, 1])
-def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
-    model, report = convert_deit(deit, kernel_size=5, num_heads=num_heads, init="attention", images=pixels, **TIMM)
+def test_conv_begins_where_the_teacher_looks(deit, images, num_heads):
+    model, report = convert_deit(deit, kernel_size=5, num_heads=num_heads, init="attention", images=images, **TIMM)
     weights = head_weights(num_heads, HEADS, WIDTH)
-    for layer, attention in zip(model.aft.layers, attention_by_hand(deit, pixels)):
+    for layer, attention in zip(model.aft.layers, attention_by_hand(deit, images)):
         attention = torch.einsum("ij,jts->its", weights, attention)
         expected = conv_bias(attention.double(), GRID, 5).float()
         # The parameters of Eq. 8 result in these biases.
@@ -90,13 +99,15 @@ def test_conv_begins_where_the_teacher_looks(deit, pixels, num_heads):
         kernel = layer.mixer.kernel * POSITION_BIAS_MULTIPLIER
         torch.testing.assert_close(kernel, expected, atol=1e-5, rtol=1e-5)
     fitted = {record.target for record in report.with_status("fitted")}
-    names = ("kernel", "kernel_scale", "kernel_shift", "k_proj.weight", "k_proj.bias")
+    names = ("kernel", "kernel_scale", "kernel_shift", "k_proj.weight")
+    assert report.options["images"] == 6
+    assert all(layer.mixer.k_proj.bias.eq(0).all() for layer in model.aft.layers)
     assert fitted == {f"aft.layers.{i}.mixer.{name}" for i in (0, 1) for name in names}
 
 
-def scores_by_hand(path, pixels):
+def scores_by_hand(path, images):
     """Return the normalized input of every layer of the source, (B, T, d), and mean(q) . k_t' / sqrt(d_head)."""
-    model, inputs, scores = read_source(path, **TIMM).to_transformers(), [], []
+    (model, pixels), inputs, scores = read(path, images), [], []
     hidden_states = model(pixels, output_hidden_states=True).hidden_states
     for layer, states in zip(model.base_model.layers, hidden_states):
         patches = layer.layernorm_before(states)[:, -16:]
@@ -108,10 +119,10 @@ def scores_by_hand(path, pixels):
 
 
 @pytest.mark.parametrize("num_heads", [3, 4])
-def test_the_keys_of_conv_are_the_scores_of_the_mean_query(deit, pixels, num_heads):
+def test_the_keys_of_conv_are_the_scores_of_the_mean_query(deit, images, num_heads):
     options = {"kernel_size": 3, "num_heads": num_heads, "init": "attention", **TIMM}
-    model, _ = convert_deit(deit, images=pixels.split(4), **options)
-    for layer, patches, scores in zip(model.aft.layers, *scores_by_hand(deit, pixels)):
+    model, _ = convert_deit(deit, images=images, **options)
+    for layer, patches, scores in zip(model.aft.layers, *scores_by_hand(deit, images)):
         expected = scores @ head_weights(num_heads, HEADS, WIDTH).T
         actual = layer.mixer.k_proj(patches)
         # A score that is the same for all keys does not change the weights of Eq. 2.

@@ -48,7 +48,7 @@ def lose_a_shard(path):
 
 
 LAYER, WEIGHTS = "vit.encoder.layer", "model.safetensors"
-PIXELS = torch.zeros(2, 3, 32, 32)
+IMAGES = [Image.new("RGB", (32, 32))]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_the_source_is_never_replaced_and_the_working_directory_can_be_the_outpu
         ({"aft_type": "alibi"}, "alibi"),
         ({"num_labels": 3}, "has a classifier; leave out num_labels"),
         ({"aft_type": ["conv"]}, "lists 1 types"),
-        ({"init": "attention", "images": [PIXELS], "aft_type": "full"}, "there are none"),
-        ({"init": "paper", "images": [PIXELS]}, "attention"),
+        ({"init": "attention", "images": IMAGES, "aft_type": "full"}, "there are none"),
+        ({"init": "paper", "images": IMAGES}, "attention"),
         ({"init": "magic"}, "init must be"),
     ],
 )

@@ -117,7 +117,7 @@ def stop_at(monkeypatch, step):
 
 
 def test_checkpoints_of_another_conversion_are_refused(source, images, tmp_path, monkeypatch):
-    same = {"steps": 2, "batch_size": 8, "checkpoints": tmp_path, "conversion": {"init": "paper"}}
+    same = {"steps": 2, "batch_size": 8, "checkpoints": tmp_path}
     stop_at(monkeypatch, 1)
     with pytest.raises(SystemExit):
         distill(converted(source), source, images, **same)
@@ -128,11 +128,21 @@ def test_checkpoints_of_another_conversion_are_refused(source, images, tmp_path,
     for told, teacher, pictures, changes in (
         ("source_tensors", replace(source, parts=changed), images, {}),
         ("images", source, rotated, {}),
-        (r"conversion\.init", source, images, {"conversion": {"init": "attention"}}),
         ("learning_rate", source, images, {"learning_rate": 1e-4}),
     ):
         with pytest.raises(ValueError, match=f"was made with {told}=.*: give the same, or remove"):
             distill(converted(source), teacher, pictures, **same | changes)
+
+
+def test_save_converted_refuses_checkpoints_of_another_conversion(vit, images, tmp_path, monkeypatch):
+    stop_at(monkeypatch, 1)
+    with pytest.raises(SystemExit):
+        save(vit, tmp_path / "out", images)
+    monkeypatch.undo()
+    for option in ("seed", "position_bias_multiplier"):
+        told = rf"was made with model\.conversion\.options\.{option}=.*: give the same, or remove"
+        with pytest.raises(ValueError, match=told):
+            save(vit, tmp_path / "out", images, **{option: 1})
 
 
 def test_the_learning_rate_rises_and_falls_to_0():

@@ -178,7 +178,7 @@ def test_the_image_processor_of_timm_does_what_its_transform_does(tmp_path):
 
 @pytest.mark.parametrize("image_size", ((32, 48), (48, 32)), ids=("wide", "tall"))
 def test_a_crop_that_is_not_square_lies_within_the_resized_image(image_size):
-    processor = image_processor(PretrainedConfig(mean=[0.0] * 3, std=[1.0] * 3), image_size)
+    processor = image_processor(PretrainedConfig(mean=(0.0,) * 3, std=(1.0,) * 3), image_size)
     for size in ((60, 60), (60, 90), (90, 60)):
         pixels = processor(Image.new("RGB", size, "white"), return_tensors="np")["pixel_values"][0]
         assert pixels.shape == (3, *image_size) and pixels.min() > 0.99  # no pixel of it is padding

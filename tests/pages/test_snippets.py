@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from torch.distributed.run import parse_args
 
-from tests.properties.test_labml_states import STATES
+from tests.conversion.test_labml import layer_state
 from tests.runs import finish, launch, run_file
 
 
@@ -137,8 +137,7 @@ def workplace(tmp_path, quickstart) -> Path:
     (tmp_path / "outputs").mkdir()
     for name in ("quickstart", "quickstart-text"):
         subprocess.run(["cp", "-r", quickstart / name, tmp_path / "outputs" / name], check=True)
-    for state, name in zip(STATES, ("layer", "model")):  # of labml
-        torch.save(state, tmp_path / f"{name}.pth")
+    torch.save(layer_state(), tmp_path / "layer.pth")  # of labml
     (tmp_path / "tinyshakespeare.txt").write_text((ROOT / "README.md").read_text() * 8)
     pixels = np.random.default_rng(0).integers(256, size=(64, 32, 32, 3), dtype=np.uint8)
     features = Features({"image": Image(), "label": ClassLabel(num_classes=10)})

@@ -22,11 +22,7 @@ UNLIMITED_LENGTH = 256  # of the maps of a text model without a length limit
 
 @torch.no_grad()
 def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor]:
-    """Return w, exp(w) or exp(w) - 1 of every layer.
-
-    Args:
-        model: any AFT model.
-        values: "w", "exp" or "expm1".
+    """Return w, exp(w) or exp(w) - 1 of every layer of an AFT: `values` is "w", "exp" or "expm1".
 
     Returns:
         The maps of each layer, (h, rows, columns) in float32: for AFT-conv the kernels (for text, a single row), for
@@ -55,9 +51,7 @@ def bias_maps(model: AFTPreTrainedModel, values: str = "w") -> list[torch.Tensor
 def key_features(model: AFTPreTrainedModel, **inputs: Any) -> list[torch.Tensor]:
     """Return the keys K of every layer in float32: (h, T) for AFT-conv, which has one key per head, else (d, T).
 
-    Args:
-        model: any AFT model in evaluation mode.
-        **inputs: inputs of the model for one sequence or image, without padding.
+    The model is in evaluation mode, and the inputs are those for one sequence or image, without padding.
 
     Raises:
         ValueError: the inputs are a batch of more than one sequence or image, or an adapter changes a layer.
@@ -87,8 +81,7 @@ def on_patches(features: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tens
 def mean_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
     """Return the attention between patches of every layer and head of a vision transformer, averaged over images.
 
-    Other tokens are left out, and each row is renormalized for each image: A_tt' / sum_t' A_tt' over the remaining
-    tokens. Besides the averages, only the maps of one batch are held in memory.
+    Other tokens are left out, and each row is renormalized for each image: A_tt' / sum_t' A_tt' over the rest.
 
     Args:
         model: a ViT, DeiT or BEiT of transformers.

@@ -4,7 +4,6 @@ Pictures have no background, and all lines and text are in one gray, so that the
 matplotlib, from the extra "viz", is imported when a picture is drawn.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +38,6 @@ STYLE = {
 }
 FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
 LAYERS_IN_A_ROW = 8
-# Color scales of maps and their color maps: one scale for all maps, symmetric around 0 ("signed"); or a scale for each
-# map, symmetric around 0 ("own signed") or beginning at its lowest value ("own").
 SCALES = {"signed": "RdBu_r", "own signed": "RdBu_r", "own": "viridis"}
 OUTLIERS = 0.001  # the share of values that may lie beyond the ends of a scale
 # Label and scale for the `values` of `bias_maps`. exp(w) of some heads is a thousand times that of others.
@@ -64,11 +61,7 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Save a picture; the suffix determines the format.
-
-    Raises:
-        ValueError: the suffix is neither .png nor .svg.
-    """
+    """Save a picture as .png or .svg, by the suffix of the path; a ValueError is raised for any other."""
     path = Path(path)
     check_path(path)
     with write_atomic(path) as file, styled():
@@ -92,8 +85,8 @@ def draw_maps(
 
     Args:
         layers: maps of each layer, (n, rows, columns).
-        scale: color scale: "signed" (symmetric around 0) for one scale of all maps, or "own signed" or "own" for a
-            scale of each map.
+        scale: "signed" for one color scale of all maps, symmetric around 0, "own signed" for one of each map, or "own"
+            for one of each map from its lowest value.
         label: label of the color scale.
         names: names of the layers. Default: "layer 1", "layer 2" ...
         column: name of a map of a layer, such as "head" or "feature".
@@ -142,33 +135,25 @@ def draw_maps(
 
 
 @styled()
-def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
-    """Draw the training losses and the validation scores of runs over the steps; without evaluations, the final score.
+def draw_losses(results: Mapping[str, Any]) -> "Figure":
+    """Draw the losses and the validation scores of a run over the steps; without evaluations, the final score.
 
     Args:
-        runs: the name of each run, and the content of its results.json.
-
-    Raises:
-        ValueError: a run has none of the metrics by which runs are scored.
+        results: the content of its results.json.
     """
+    curve = [(row["step"], row["loss"]) for row in results["losses"]]
+    final = next(iter(results["metrics"].values()))  # of the first data set
+    metric = min(final.keys() & METRICS, key=METRICS.index)
+    points = [(row["step"], row[metric]) for row in results["evaluations"]] or [(curve[-1][0], final[metric])]
     figure, axes = new_figure(1, 2, (9, 3.4))
     losses, scores = axes[0]
     scores.sharex(losses)
-    names = set()
-    for colour, (_, results) in zip(itertools.cycle(CURVES), runs):
-        curve = [(row["step"], row["loss"]) for row in results["losses"]]
-        final: Mapping[str, Any] = next(iter(results["metrics"].values()), {})  # of the first data set
-        if not (present := [each for each in METRICS if each in final]):
-            raise ValueError(f"results.json has none of the metrics {', '.join(METRICS)}")
-        points = [(row["step"], row[present[0]]) for row in results["evaluations"]]
-        names.add(present[0].replace("_", " "))
-        losses.plot(*zip(*curve), color=colour)
-        scores.plot(*zip(*(points or [(curve[-1][0], final[present[0]])])), ".-", color=colour)
+    losses.plot(*zip(*curve), color=CURVES[0])
+    scores.plot(*zip(*points), ".-", color=CURVES[0])
     losses.set(xlabel="step", ylabel="training loss (nats)")
-    scores.set(xlabel="step", ylabel=f"validation {', '.join(sorted(names))}")
+    scores.set(xlabel="step", ylabel=f"validation {metric.replace('_', ' ')}")
     for axis in (losses, scores):
         axis.grid(alpha=0.3)
-        axis.legend(axis.lines, [name for name, _ in runs])
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -176,16 +161,15 @@ def draw_losses(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> "Figure":
 def plot_position_biases(
     model: AFTPreTrainedModel, path: str | os.PathLike[str], *, max_heads: int = 8, values: str = "w"
 ) -> None:
-    """Draw the position biases of every layer (rows) and the first heads (columns), and save the picture.
+    """Draw the `bias_maps` of every layer (rows) and the first heads (columns), and save the picture.
 
-    For AFT-conv the kernels are drawn, for all other types the T x T biases. The colors of w and exp(w) - 1 are
-    centered on 0, which is the value outside the window: red positions have more weight, blue ones less.
+    The colors of w and exp(w) - 1 are centered on 0, which is the value outside the window: red positions have more
+    weight, blue ones less.
 
     Args:
-        model: any AFT model.
+        model, values: as for `bias_maps`.
         path: output file, .png or .svg.
         max_heads: maximum number of heads to draw.
-        values: "w", "exp" or "expm1", see `bias_maps`.
     """
     maps = bias_maps(model, values)
     label, scale = BIASES[values]

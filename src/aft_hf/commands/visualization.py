@@ -1,7 +1,7 @@
 """The command `aft-hf visualize`: the paper's figures for any checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -10,37 +10,26 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Au
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..analysis.maps import bias_maps, key_features, mean_attention, on_patches, patch_grid, relative_attention
-from ..analysis.pictures import BIASES, check_path, draw_losses, draw_maps, save
+from ..analysis.pictures import BIASES, check_path, draw_maps, save
 from ..configuration_aft import AFTConfig
 from ..console import refuse_unused
-from ..conversion.images import pixel_batches, read_images
-from ..conversion.source import MODEL_TYPES, read_source
+from ..conversion.images import read_images
+from ..conversion.source import read_source
 from ..data.image_size import pixel_values
-from ..errors import explained
 from ..limits import limited
-from ..loading import find_file, load, read_config
+from ..loading import load, read_config
 from ..modeling_aft import HEADS, AFTModel, AFTPreTrainedModel
-from ..reading import read_json
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-KINDS = (
-    "biases: position biases w of all layers (Figures 1, 3, 6, 7, 8 of the paper). attention: attention of a ViT or "
-    "DeiT by relative position, averaged over --images (Figures 1, 5). keys: keys of all layers for an image "
-    "(Figures 9 to 12) or a text. losses: losses of a training run."
-)
+KINDS = "biases: position biases. keys: of an image or a text. attention: of a ViT, by offset, mean over --images."
 # Options, and the kinds that use them.
 OF_KINDS = {"values": ("biases",), "num_images": ("attention",), "images": ("attention", "keys"), "text": ("keys",)}
-OF_KINDS |= dict.fromkeys(("layers", "heads"), ("biases", "attention", "keys"))
 
 
 def visualize_command(
     context: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="Directory or Hub id of the checkpoint.")],
-    kind: Annotated[Literal["biases", "attention", "keys", "losses"], typer.Argument(help=KINDS)],
+    kind: Annotated[Literal["biases", "attention", "keys"], typer.Argument(help=KINDS)],
     out: Annotated[list[Path] | None, typer.Option(help="Output .png or .svg; repeatable. Default: KIND.png.")] = None,
     values: Annotated[str, typer.Option(help="For biases: w, exp for exp(w), or expm1 for exp(w) - 1.")] = "w",
     layers: Annotated[str | None, typer.Option(help="Layers to draw, such as 1,3,5; by default all.")] = None,
@@ -55,11 +44,10 @@ def visualize_command(
         check_path(path)
     unused = {name: kinds for name, kinds in OF_KINDS.items() if kind not in kinds}
     refuse_unused(context, {name: f"the kind {' or '.join(kinds)}" for name, kinds in unused.items()})
-    if kind == "losses":
-        figure = _losses(checkpoint)
-    elif kind == "attention":
+    if kind == "attention":
         model, processor = _load_transformer(checkpoint)
-        attention, _ = mean_attention(model, pixel_batches(_images(images, num_images), processor))
+        batches = (pixel_values(processor, [image]) for image in _images(images, num_images))
+        attention, _ = mean_attention(model, batches)
         maps = [relative_attention(each, patch_grid(model.config)) for each in attention]
         figure = _draw(maps, layers, scale="own", label="attention by offset", most=heads)
     elif kind == "biases":
@@ -72,8 +60,8 @@ def visualize_command(
         print(path)
 
 
-def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figure":
-    """Draw the maps of the layers that --layers lists, counted from 1."""
+def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> Any:
+    """Return a figure of the maps of the layers that --layers lists, counted from 1."""
     chosen = [*map(str, range(1, len(maps) + 1))] if layers is None else [each.strip() for each in layers.split(",")]
     if not all(each.isdecimal() and 1 <= int(each) <= len(maps) for each in chosen):
         raise ValueError(f"--layers {layers}: give numbers from 1 to {len(maps)}, separated by commas")
@@ -82,8 +70,8 @@ def _draw(maps: list[torch.Tensor], layers: str | None, **options: Any) -> "Figu
 
 def _keys(
     context: typer.Context, checkpoint: str, layers: str | None, heads: int, images: Path | None, text: str | None
-) -> "Figure":
-    """Draw the keys of each layer: for an image a map of the patches for each head or feature, for a text one map."""
+) -> Any:
+    """Return a figure of the keys of each layer: a map of patches for each head or feature, or one map for a text."""
     model = _load(checkpoint)
     of_text = model.config.modality == "text"
     refuse_unused(context, {"images": "a model of images"} if of_text else {"text": "a model of text"})
@@ -104,30 +92,15 @@ def _keys(
     return _draw(maps, layers, scale="own", column=column, picture=image, label="key K", most=heads)
 
 
-def _losses(checkpoint: str) -> "Figure":
-    path = find_file(checkpoint, "results.json")
-    results = {} if path is None else read_json(path, dict[str, Any])
-    if not results.get("losses"):
-        raise ValueError(f"{checkpoint}: no results.json with losses; give the output of a training run")
-    with explained(f"{path}: is not the results.json of a training run"):
-        return draw_losses([(Path(checkpoint).resolve().name, results)])
-
-
 def _load(checkpoint: str) -> AFTPreTrainedModel:
     """Load an AFT with the head that it was saved with, in evaluation mode."""
-    if (kind := read_config(checkpoint).model_type) not in (None, "aft"):
-        raise ValueError(f"{checkpoint}: is a {kind}, not an AFT; for a ViT or DeiT, give the kind attention")
     architecture = (load(AFTConfig, checkpoint).architectures or [""])[0]
     return load({each.__name__: each for each in HEADS}.get(architecture, AFTModel), checkpoint).eval()
 
 
 def _load_transformer(checkpoint: str) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a ViT or DeiT in any format, or a BEiT, as which the recipes train DeiT, and its image processor."""
-    kind = None if Path(checkpoint).is_file() else read_config(checkpoint).model_type  # of timm: None
-    if kind not in (None, "beit", *MODEL_TYPES):
-        instead = "; give the kind biases or keys" if kind == "aft" else ""
-        raise ValueError(f"{checkpoint}: the kind attention needs a ViT, DeiT or BEiT, got {kind}{instead}")
-    if kind == "beit":
+    if not Path(checkpoint).is_file() and read_config(checkpoint).model_type == "beit":
         model = load(AutoModelForImageClassification, checkpoint, dtype="float32").eval()
         return model, load(AutoImageProcessor, checkpoint)
     source = read_source(checkpoint)

@@ -1,9 +1,7 @@
-"""Conversion of pretrained weights to AFT: ViT and DeiT checkpoints of transformers, timm or the original DeiT, as in
-Table 8 of the paper, and AFT-local of labml."""
+"""Conversion of ViT and DeiT checkpoints to AFT, as in Table 8 of the paper."""
 
 from .deit import convert_deit
 from .images import ImagesOnDisk, read_images
-from .labml import convert_labml
 from .report import REPORT_NAME, ConversionReport
 from .resizing import adapt_to_image_size
 from .saving import save_converted, verify_conversion
@@ -17,7 +15,6 @@ __all__ = [
     "VisionTransformerSource",
     "adapt_to_image_size",
     "convert_deit",
-    "convert_labml",
     "read_images",
     "read_source",
     "save_converted",

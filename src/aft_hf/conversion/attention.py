@@ -5,9 +5,8 @@ logarithm of the teacher's mean attention, up to a constant for each row, which 
 
 The keys are fitted to the dependence of the attention on the content. A head of the teacher has the scores
 q_t . k_t' / sqrt(d_head). AFT has the same score K_t' for all queries, so q_t is replaced by its mean over patches and
-images: K_t' = mean(q) . k_t' / sqrt(d_head), a linear function of the hidden state. w and K are fitted independently,
-so a dependence of K on the position counts in both; since w is a mean over all pairs with an offset, the effect is
-small.
+images: K_t' = mean(q) . k_t' / sqrt(d_head), a linear function of the hidden state. A dependence of K on the position
+counts in w, too, but little: w is a mean over all pairs with an offset.
 
 AFT head i owns the features [i d/h, (i+1) d/h), and each teacher head owns its features likewise. AFT head i is fitted
 to the mean over the teacher's heads, weighted by the number of features that the two heads share.
@@ -23,10 +22,9 @@ from torch import nn
 
 from ..analysis.maps import mean_attention, num_offsets, relative_attention
 from ..configuration_aft import pair
-from ..data.image_size import resized_processor
+from ..data.image_size import pixel_values, resized_processor
 from ..mixers_aft import AFTConv
 from ..modeling_aft import AFTForImageClassification
-from .images import pixel_batches
 from .source import VisionTransformerSource
 
 
@@ -37,12 +35,11 @@ LARGEST_BIAS = 10.0
 
 @torch.no_grad()
 def fit_to_attention(
-    model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[torch.Tensor | Image.Image]
-) -> dict[str, str]:
+    model: AFTForImageClassification, source: VisionTransformerSource, images: Iterable[Image.Image]
+) -> tuple[set[str], int]:
     """Fit the position biases and keys of the AFT-conv layers of a model converted from `source`, in place.
 
-    The images are those of `convert_deit`. Returns the names of the fitted parameters, each with a description of what
-    it was fitted to.
+    Returns the names of the fitted parameters, and the number of images.
     """
     teacher: Any = source.to_transformers().float()
     queries: dict[nn.Module, Any] = {}  # sums over the images, by the projection
@@ -53,9 +50,9 @@ def fit_to_attention(
 
     for layer in teacher.base_model.layers:
         layer.attention.q_proj.register_forward_hook(add)
-    batches = pixel_batches(images, resized_processor(source.image_processor, pair(source.config.image_size)))
-    maps, num_images = mean_attention(teacher, batches)
-    fitted = {}
+    processor = resized_processor(source.image_processor, pair(source.config.image_size))
+    maps, num_images = mean_attention(teacher, (pixel_values(processor, [image]) for image in images))
+    fitted = set()
     for i, (layer, of_teacher, attention) in enumerate(zip(model.aft.layers, teacher.base_model.layers, maps)):
         mixer, projections = layer.mixer, of_teacher.attention
         if not isinstance(mixer, AFTConv):
@@ -71,14 +68,11 @@ def fit_to_attention(
         # mean(q) . k_t' / sqrt(d_head) for each head of the teacher, up to a constant
         query = (queries[projections.q_proj] / num_images).unflatten(0, (len(attention), -1))
         key = projections.k_proj.weight.double().unflatten(0, query.shape)
-        keys = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
-        values["k_proj.weight"] = keys
-        if mixer.k_proj.bias is not None:
-            values["k_proj.bias"] = torch.zeros(len(keys))  # a constant does not change the normalized weights
+        values["k_proj.weight"] = weights @ torch.einsum("hc,hcd->hd", query, key) / math.sqrt(query.shape[1])
         for name, value in values.items():
             mixer.get_parameter(name).copy_(value)
-            fitted[f"aft.layers.{i}.mixer.{name}"] = f"to the attention of the source on {num_images} images"
-    return fitted
+            fitted.add(f"aft.layers.{i}.mixer.{name}")
+    return fitted, num_images
 
 
 def head_weights(num_heads: int, num_teacher_heads: int, width: int) -> torch.Tensor:

@@ -48,33 +48,29 @@ def convert_deit(
     image_size: int | tuple[int, int] | None = None,
     num_labels: int | None = None,
     init: str = "paper",
-    images: Iterable[torch.Tensor | Image.Image] | None = None,
+    images: Iterable[Image.Image] | None = None,
     source_image_size: int | tuple[int, int] | None = None,
     source_num_heads: int | None = None,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """Convert a trained ViT or DeiT image classifier to an AFT, as the paper does for its Table 8.
 
-    The patch embedding, layer norms, value and output projections, MLPs and classifier are copied. The class token is
-    copied if no layer is `conv`, and the position embeddings are copied if not all layers are `conv`. The query and
-    key projections and the position biases are newly initialized, unless `init="attention"` fits some of them. The
-    model has to be fine-tuned or distilled.
+    The patch embedding, layer norms, value and output projections, MLPs and classifier are copied; the class token
+    too if no layer is `conv`, and the position embeddings if not all layers are. The query and key projections and
+    the position biases are new, unless `init="attention"` fits some of them. The model has to be fine-tuned or
+    distilled.
 
     Args:
         source: anything that `read_source` accepts, or the `VisionTransformerSource` that it returns.
         aft_type: "conv", "full", "local" or "simple", or a list with one type for each layer.
-        kernel_size: kernel size s of `conv`, odd.
-        num_heads: number of position-bias heads h; must divide the width of the source. Default: that of
-            `AFTConfig` for this type and width.
-        window_size: window size s of `local`.
-        position_bias_dim: rank d' of the factorized biases of `full` and `local`; None for an unfactorized table.
-        position_bias_multiplier: the constant that w is multiplied by, so that any optimizer moves it fast enough. 1
-            is the value of the paper, to be used with `position_bias_scale` of `build_optimizer`.
+        kernel_size, num_heads, window_size, position_bias_dim: as for `AFTConfig`.
+        position_bias_multiplier: as for `AFTConfig`. 1 is the value of the paper, to be used with
+            `position_bias_scale` of `build_optimizer`.
         image_size: image size in pixels, (height, width) or one number for both, multiples of the patch size.
             Default: the image size of the source. Copied position embeddings are interpolated as ViT does.
         num_labels: number of classes of the new classifier, for a source without one, and only then.
         init: "paper" for new position biases and keys, or "attention" to fit those of `conv` to the attention of the
             source on `images` (`fit_to_attention`).
-        images: for `init="attention"`: PIL images, or tensors of pixel values of one image or of a batch.
+        images: for `init="attention"`: PIL images, a few hundred of the kind that the source was trained on.
         source_image_size, source_num_heads: as for `read_source`.
 
     Returns:
@@ -115,7 +111,7 @@ def convert_deit(
             target[name].copy_(copy.tensor)
     if init == "attention" and "conv" not in config.layer_aft_types:
         raise ValueError('init="attention" fits layers of aft_type "conv", and there are none; give init="paper"')
-    fitted = {} if images is None else fit_to_attention(model, source, images)
+    fitted, num_images = (set(), 0) if images is None else fit_to_attention(model, source, images)
     check_finite(f"{source.name}, after the conversion", target.items())
 
     records = [
@@ -124,7 +120,6 @@ def convert_deit(
             target=name,
             shape=tensor.shape,
             sources=copies[name].sources if name in copies else (),
-            note=fitted.get(name, ""),
         )
         for name, tensor in target.items()
     ]
@@ -133,6 +128,7 @@ def convert_deit(
     options |= {
         "num_heads": config.num_heads,
         "init": init,
+        "images": num_images,
         "source_image_size": source.config.image_size,
         "source_num_heads": source.config.num_attention_heads,
         "image_processor": "of the source" if source.own_image_processor else "assumed: the source has none",

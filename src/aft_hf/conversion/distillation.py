@@ -1,14 +1,13 @@
 """Distillation without labels: a converted model learns the outputs of its teacher from images alone.
 
-The model gets images and is fitted to the teacher's logits and, with a weight that decays to 0, to its hidden states.
-Teacher and student see the same images, a random subset of which is augmented. Only the hidden states of one batch are
-held in memory, so memory does not depend on the number of images.
+It is fitted to the teacher's logits and, with a weight that decays to 0, to its hidden states. Teacher and student see
+the same images, a random subset of which is augmented.
 """
 
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, Literal
@@ -48,16 +47,14 @@ class DistillationOptions(Document):
     """Options of a distillation: the budget, in `steps` or in `minutes`, and the hyperparameters.
 
     Attributes:
-        steps: number of updates; None for a budget in minutes. Runs with the same steps and seed are reproducible.
-        minutes: duration of the whole distillation, including interrupted runs; None for a budget in steps.
+        steps: number of updates. Runs with the same steps and seed are reproducible.
+        minutes: duration of the whole distillation, including interrupted runs.
         batch_size: images per update, summed over all processes.
         learning_rate: peak learning rate; it rises over the first tenth of the budget and then decays by a cosine.
-        hidden_states: initial weight of the hidden states in the loss, where the logits have weight 1. It is
-            proportional to the square of the remaining share of the budget, since an AFT cannot reproduce all hidden
-            states of its source, and need not.
-        augmentation: name of the augmentation, as for `build_augmentation`.
-        augmentation_probability: probability that an image is augmented, in [0, 1]. The other images are unchanged,
-            as at inference: a teacher that was trained without this augmentation is less accurate with it.
+        hidden_states: initial weight of the hidden states in the loss, where the logits have weight 1. It falls with
+            the square of the remaining budget, since an AFT cannot reproduce all hidden states, and need not.
+        augmentation, augmentation_probability: as for `build_augmentation`, and the share of the images that it
+            changes. A teacher that was trained without this augmentation is less accurate with it.
         seed: seed of the order of the images and of their augmentation.
     """
 
@@ -79,7 +76,6 @@ def distill(
     images: Sequence[Image.Image],
     *,
     checkpoints: Path | None = None,
-    conversion: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a converted model in place on the outputs of its source, on images without labels.
@@ -90,11 +86,9 @@ def distill(
         model: the model that `convert_deit` returned for `source`. For AFT-conv, `init="attention"` measured best.
         source: the teacher.
         images: sequence of PIL images, each loaded when it is accessed: a few thousand images of the model's domain.
-        checkpoints: directory of the checkpoints. A checkpoint is saved every five minutes, at the end, and when the
-            run is stopped (SIGTERM, Ctrl-C). The run resumes from the newest one. Only one distillation at a time may
-            use the directory: `save_converted` locks it. Default: no checkpoints.
-        conversion: how `model` was converted, as far as its config does not contain it; must be serializable as JSON.
-            Checkpoints of another conversion are refused.
+        checkpoints: directory to save a checkpoint to every five minutes, at the end, and when the run is stopped
+            (SIGTERM, Ctrl-C), and to resume from. Only one distillation at a time may use it: `save_converted` locks
+            it. Default: no checkpoints.
         **options: fields of `DistillationOptions`; `steps` or `minutes` is required.
 
     Returns:
@@ -104,16 +98,13 @@ def distill(
     Raises:
         ValueError: the source does not choose one of the classes of the model; there are no images; an option is
             invalid; the checkpoints belong to other options or another conversion; or the loss is not finite.
-        OSError: the checkpoint directory cannot be written.
-        SystemExit: the run was stopped by a signal, after a checkpoint was saved; the code is 128 + the signal number.
+        OSError: a checkpoint cannot be written.
+        SystemExit: the run was stopped by a signal; the code is 128 + its number.
     """
     settings = check_distillable(source, images, **options)
     dtype, mode = model.dtype, model.training
     try:
-        run = _Run(model.float().train(), source, images, settings)
-        if checkpoints is not None:
-            run.resume(checkpoints, source, conversion or {})
-        run.start()
+        run = _Run(model.float().train(), source, images, settings, checkpoints)
         take_steps(run)
     finally:
         model.train(mode).to(device="cpu", dtype=dtype)
@@ -166,6 +157,7 @@ class _Run(Training):
         source: VisionTransformerSource,
         images: Sequence[Image.Image],
         settings: DistillationOptions,
+        checkpoints: Path | None,
     ):
         self.classes = teacher_classes(source.config, model.config)
         join_processes()
@@ -175,8 +167,6 @@ class _Run(Training):
         self.batch_size = min(settings.batch_size, len(images))
         if self.batch_size % accelerator.num_processes:
             raise ValueError(f"batch_size={self.batch_size}: not a multiple of {accelerator.num_processes} processes")
-        self.checkpoints: Checkpoints | None = None
-        self.recipe: dict[str, Any] = {}  # of the checkpoints
         teacher = source.resized(size).to_transformers()
         self.teacher = teacher.float().requires_grad_(False).to(accelerator.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
@@ -185,17 +175,27 @@ class _Run(Training):
         # Running means of divergence, agreement and errors.
         self.means = torch.zeros(2 + model.config.num_hidden_layers, device=accelerator.device)
         set_seed(settings.seed, device_specific=True)
-        self.processor = resized_processor(source.image_processor, size)
+        self.checkpoints: Checkpoints | None = None
+        if checkpoints is not None:
+            self._resume(checkpoints, source)
+        processor, processes = resized_processor(source.image_processor, size), accelerator.num_processes
+        sizes = len(images), self.batch_size, self.batch_size // processes
+        place = {"process": accelerator.process_index, "processes": processes}
+        stop = settings.steps or 2**31  # a budget in minutes has no number of steps
+        batches = GlobalBatches(*sizes, seed=settings.seed, start=self.step, stop=stop, **place)
+        self.batches = (pixel_values(processor, [images[key.index] for key in keys]) for keys in batches)
+        self.progress = self._progress()
+        self.reported = 100 * self.progress
+        self.saved = self.since = time.monotonic()
 
-    def resume(self, directory: Path, source: VisionTransformerSource, conversion: Mapping[str, Any]) -> None:
+    def _resume(self, directory: Path, source: VisionTransformerSource) -> None:
         """Save checkpoints in a directory from now on, and resume from the newest one, if there is one."""
         tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
-        # What determines the result, except the initial weights of the student.
+        # What determines the result, except the initial weights of the student, whose config says how they were made.
         recipe = self.settings.model_dump() | {
             "images": sum_images(self.images),
             "image_processor": source.image_processor.to_dict(),
             "source_tensors": sum_arrays(tensors),
-            "conversion": conversion,
             "model": {**self.config.to_dict(), "transformers_version": None},
         }
         self.recipe = json.loads(json.dumps(recipe, default=str))
@@ -208,17 +208,6 @@ class _Run(Training):
             (means,) = manifest.record.evaluations
             self.means = torch.tensor(list(means.values()), device=self.accelerator.device)
         self.checkpoints.set_aside(self.step)
-
-    def start(self) -> None:
-        """Start the batches and the clock at the current step."""
-        sizes = len(self.images), self.batch_size, self.batch_size // self.accelerator.num_processes
-        place = {"process": self.accelerator.process_index, "processes": self.accelerator.num_processes}
-        stop = self.settings.steps or 2**31  # a budget in minutes has no number of steps
-        batches = GlobalBatches(*sizes, seed=self.settings.seed, start=self.step, stop=stop, **place)
-        self.batches = (pixel_values(self.processor, [self.images[key.index] for key in keys]) for keys in batches)
-        self.progress = self._progress()
-        self.reported = 100 * self.progress
-        self.saved = self.since = time.monotonic()
 
     def is_done(self) -> bool:
         return self.progress >= 1
@@ -254,7 +243,11 @@ class _Run(Training):
             chosen = torch.rand(len(pixels), 1, 1, 1) < self.settings.augmentation_probability
             pixels = torch.where(chosen.to(pixels.device), self.augment(pixels), pixels)
         with self.accelerator.autocast():
-            states, logits = self._teach(pixels)
+            taught = self.teacher(pixel_values=pixels, output_hidden_states=True)
+            # Before each block, for the tokens of the student.
+            tokens, num_patches = int(bool(self.config.use_cls_token)), math.prod(self.config.grid_size)
+            states = [torch.cat([x[:, :tokens], x[:, -num_patches:]], 1) for x in taught.hidden_states[:-1]]
+            logits = taught.logits[:, self.classes]
             divergence, errors, agreement = student_losses(self.student, pixels, states, logits)
         weight = self.settings.hidden_states * (1 - progress) ** 2
         self.accelerator.backward(divergence + weight * errors.mean())
@@ -266,14 +259,6 @@ class _Run(Training):
         decay = min(WINDOW, self.step / (self.step + 1))
         self.means = torch.lerp(latest, self.means, decay)
         self.step += 1
-
-    @torch.no_grad()
-    def _teach(self, pixels: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the teacher's hidden states before each block, for the tokens of the student, and its logits."""
-        outputs = self.teacher(pixel_values=pixels, output_hidden_states=True)
-        tokens, num_patches = int(bool(self.config.use_cls_token)), math.prod(self.config.grid_size)
-        states = [torch.cat([x[:, :tokens], x[:, -num_patches:]], 1) for x in outputs.hidden_states[:-1]]
-        return states, outputs.logits[:, self.classes]
 
     def _progress(self) -> float:
         """The share of the budget that is spent; of a budget in minutes, by the time of the main process."""

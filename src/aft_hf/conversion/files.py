@@ -4,7 +4,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +73,23 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor
     (part,) = chosen
     keys, prefix = models[part]
     others = tuple(other for place, other in models.values() if place == keys and other != prefix)
-    return dict(_inside(name, prefix, others, states[keys])), part
-
-
-def _inside(
-    source: str, prefix: str, others: tuple[str, ...], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a ViT without the names of the modules around it, and without counters of wrappers."""
-    for name, tensor in tensors.items():
-        # Counters and whole numbers; other scalars may be weights
-        if tensor.dim() == 0 and (COUNTER.fullmatch(name) or not tensor.is_floating_point()):
+    weights = {}
+    for key, tensor in states[keys].items():
+        # Counters and whole numbers; other scalars may be weights.
+        if tensor.dim() == 0 and (COUNTER.fullmatch(key) or not tensor.is_floating_point()):
             continue
-        if name.startswith(prefix):
+        if key.startswith(prefix):
             if tensor.dtype not in FLOAT_DTYPES:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-                raise InputError(f"{source}: {name} has the dtype {tensor.dtype}; give weights in {dtypes}")
+                raise InputError(f"{name}: {key} has the dtype {tensor.dtype}; give weights in {dtypes}")
             if tensor.nbytes > tensor.untyped_storage().nbytes():  # a pickle of a kilobyte may describe any size
-                raise InputError(f"{source}: {name} has more elements than are stored; save contiguous tensors")
-            yield name.removeprefix(prefix), tensor.detach()
-        elif not name.startswith(others):
+                raise InputError(f"{name}: {key} has more elements than are stored; save contiguous tensors")
+            weights[key.removeprefix(prefix)] = tensor.detach()
+        elif not key.startswith(others):
             raise InputError(
-                f"{source}: {name} is not a tensor of the ViT, whose names begin with {prefix!r}; save the ViT alone"
+                f"{name}: {key} is not a tensor of the ViT, whose names begin with {prefix!r}; save the ViT alone"
             )
+    return weights, part
 
 
 def _read_weight_file(path: Path) -> Iterator[tuple[str, dict[Any, torch.Tensor]]]:

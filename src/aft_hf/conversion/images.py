@@ -1,15 +1,12 @@
 """Reading unlabeled images for a teacher from a folder of image files or from parquet files."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
-from transformers.image_processing_utils import BaseImageProcessor
 
 from ..data.image_files import PARQUET, ImageError, list_images, open_image
-from ..data.image_size import pixel_values
 from ..errors import shortened
 
 
@@ -17,14 +14,12 @@ def read_images(path: str | Path, limit: int) -> Iterator[Image.Image]:
     """Read up to `limit` images in RGB, evenly spaced, so that images sorted by class cover all classes.
 
     Args:
-        path: a folder with image files at any depth, a parquet file with a column of images, or with a column "image"
-            of the contents or paths of image files, or a folder of parquet files. Of several columns of images, the
-            one named "image" is read.
+        path: an image file, a folder of image files at any depth, a parquet file, or a folder of parquet files, with
+            one column of images, or a column "image" of images, of image files or of their paths.
         limit: maximum number of images, at least 1.
 
     Raises:
-        ValueError: there are no images, several columns hold images and none is named "image", or an image cannot be
-            read.
+        ValueError: there are no images, or no such column, or an image cannot be read.
     """
     images = ImagesOnDisk(path)
     count = min(limit, len(images))
@@ -61,14 +56,3 @@ class ImagesOnDisk(Sequence[Image.Image]):
             return image_of({"image": self.images[index]}, "image")
         except ImageError as error:
             raise ImageError(f"{self.path}, row {index}: {error}") from error
-
-
-def pixel_batches(
-    images: Iterable[torch.Tensor | Image.Image], processor: BaseImageProcessor
-) -> Iterator[torch.Tensor]:
-    """Yield pixel values, (B, channels, height, width): tensors unchanged, PIL images preprocessed one by one."""
-    for image in images:
-        if isinstance(image, torch.Tensor):
-            yield image.reshape(-1, *image.shape[-3:])
-        else:
-            yield pixel_values(processor, [image])

@@ -14,6 +14,7 @@ from ..position_biases_aft import widen
 
 POSITIONS, DISTILLATION_TOKEN = "embeddings.position_embeddings", "embeddings.distillation_token"
 PATCHES = "embeddings.patch_embeddings.projection.weight"
+LAYER_SCALE = ".layer_scale"
 
 # Parts of names of timm, the original DeiT and DINOv2, and those of transformers in memory.
 TO_TRANSFORMERS = {
@@ -30,11 +31,10 @@ TO_TRANSFORMERS = {
     r"^norm\.": "layernorm.",
     r"^head\.": "classifier.",
     r"^head_dist\.": "distillation_classifier.",
+    # Layer scales: gamma in x + gamma * branch(x) is folded into the last module of the branch.
+    r"\.(ls1\.gamma|gamma_1|layer_scale1\.lambda1)$": f".attention.o_proj{LAYER_SCALE}",
+    r"\.(ls2\.gamma|gamma_2|layer_scale2\.lambda1)$": f".mlp.fc2{LAYER_SCALE}",
 }
-# The layer scales of timm, DeiT-III and DINOv2, and the modules that they are folded into: gamma in
-# x + gamma * branch(x) is folded into the last module of the branch.
-LAYER_SCALE = r"\.(?:ls([12])\.gamma|gamma_([12])|layer_scale([12])\.lambda1)$"
-SCALED = {"1": "attention.o_proj", "2": "mlp.fc2"}
 # The tensors of a ViT by their names in transformers, and those that a file may hold in addition to the classifier.
 LAYER = r"layers\.\d+\.(layernorm_(before|after)|attention\.[qkvo]_proj|mlp\.fc[12])\.(weight|bias)"
 KNOWN = rf"{LAYER}|embeddings\..*|layernorm\.(weight|bias)|\w*classifier\.(weight|bias)"
@@ -68,8 +68,8 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
     of_files = get_checkpoint_conversion_mapping("ViTModel")  # names of transformers' own files
     for name, tensor in tensors.items():
         known = renamed(apply_renamings(name, of_files), TO_TRANSFORMERS)
-        if match := re.search(LAYER_SCALE, known):
-            scales[f"{known[: match.start()]}.{SCALED[match[match.lastindex or 0]]}"] = name
+        if known.endswith(LAYER_SCALE):
+            scales[known.removesuffix(LAYER_SCALE)] = name
             continue
         parts = {known: tensor}
         if ".attention.qkv." in known:
@@ -83,25 +83,22 @@ def vit_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, P
             vit[each] = Part(part, (name,))
     for module, scale in scales.items():
         for name in (f"{module}.weight", f"{module}.bias"):
-            if name in vit:
-                vit[name] = _scaled(source, vit[name], tensors[scale], scale)
+            if name not in vit:
+                continue
+            (unscaled, sources), factor = vit[name], tensors[scale]
+            if factor.shape != unscaled.shape[:1]:
+                raise InputError(
+                    f"{source}: the layer scale {scale} has the shape {tuple(factor.shape)}, which does not fit "
+                    f"{sources[0]} of the shape {tuple(unscaled.shape)}; save the state dict of the whole model"
+                )
+            scaled = torch.einsum("o,o...->o...", widen(factor), widen(unscaled))
+            vit[name] = Part(scaled.to(unscaled.dtype), (*sources, scale))
     # A distilled DeiT predicts the mean of two heads. timm calls the first of them as the only head of others.
     if DISTILLATION_TOKEN in vit and "distillation_classifier.weight" in vit:
         for kind in ("weight", "bias"):
             if f"classifier.{kind}" in vit:
                 vit[f"cls_classifier.{kind}"] = vit.pop(f"classifier.{kind}")
     return vit
-
-
-def _scaled(source: str, part: Part, scale: torch.Tensor, name: str) -> Part:
-    """Multiply the rows of a tensor by a layer scale."""
-    if scale.shape != part.tensor.shape[:1]:
-        raise InputError(
-            f"{source}: the layer scale {name} has the shape {tuple(scale.shape)}, which does not fit "
-            f"{part.sources[0]} of the shape {tuple(part.tensor.shape)}; save the state dict of the whole model"
-        )
-    scaled = torch.einsum("o,o...->o...", widen(scale), widen(part.tensor))
-    return Part(scaled.to(part.tensor.dtype), (*part.sources, name))
 
 
 def renamed(name: str, table: Mapping[str, str] = TO_AFT) -> str:

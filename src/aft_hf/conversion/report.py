@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ..errors import InputError
 from ..reading import Document
@@ -19,20 +19,18 @@ class TensorRecord(Document):
     """Record of one tensor of the target or the source, and what became of it.
 
     Attributes:
-        status: "copied" from the source to `target`; "fitted" to the attention of the source; "new", initialized in
-            the target; or "dropped" from the source. A distillation then trains all tensors of the target.
+        status: "copied" from the source; "fitted" to its attention; "new"; or "dropped" from the source. A
+            distillation then trains all tensors of the target.
         target: name of the tensor in the target; None if it is dropped.
         shape: shape in the target, or else in the source.
-        sources: names of the tensors in the source that it is made of: one for a plain copy or a part of a fused
-            projection; two for the mean of two heads, or for a tensor that a layer scale is folded into.
-        note: details, as text.
+        sources: names of the tensors in the source that it is made of: two for the mean of two heads, or for a tensor
+            that a layer scale is folded into.
     """
 
     status: Status
     target: str | None = None
     shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
     sources: tuple[str, ...] = ()
-    note: str = ""
 
 
 class ConversionReport(Document):
@@ -40,14 +38,12 @@ class ConversionReport(Document):
 
     Attributes:
         source: name of the converted checkpoint.
-        options: options of `convert_deit` with defaults filled in, how the source was read, and the seed, the license
-            that the source states and the record of the distillation, if there were any.
+        options: options of `convert_deit` with defaults filled in and the number of images, how the source was read,
+            and the seed, the license that the source states and the record of the distillation, if there were any.
         versions: versions of the libraries.
         tensors: a record for each tensor of the target, and for each dropped tensor of the source.
         files: SHA-256 of the files beside a saved report that the conversion wrote, by name.
     """
-
-    model_config = ConfigDict(frozen=False)
 
     source: str
     options: dict[str, Any] = {}

@@ -32,27 +32,23 @@ def adapt_to_image_size(
     """Adapt an AFT-conv model to images of another size with the same content, in place, and update `config`.
 
     Without this call, AFT-conv also accepts images of other sizes, but then each kernel and patch covers a
-    different part of the image than in training. The kernels are interpolated to the new grid of patches, as the
-    position embeddings of a ViT are. Patches become larger with the image and then overlap, since their stride is
-    unchanged; they become smaller at most until they no longer overlap.
+    different part of the image than in training. Patches become larger with the image and then overlap, since their
+    stride is unchanged; they become smaller at most until they no longer overlap.
 
     The resized kernels and patches are new parameters: create the optimizer after the call. Set the new size in
-    the image processor too. Resizing loses information: a call with the old size does not undo it, and repeated
-    calls flatten the kernels and round the patch size again. Adapt a copy of the original model each time.
+    the image processor too. Resizing loses information: adapt a copy of the original model each time.
 
     Args:
         model: an image model with only `conv` layers.
         image_size: the new image size in pixels, or (height, width).
         stretch_kernels: False keeps the kernels as trained.
-        enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops
-            of a small part of the image (`RandomResizedCrop`), in which objects appear larger.
+        enlarge_patches: False keeps the patch size. This can be better for models that were trained with crops of a
+            small part of the image, in which objects appear larger.
 
     Raises:
-        ValueError: the model is not an image model with only "conv" layers and without position embeddings; the
-            size is not a multiple of the stride of the patches, or too small for kernels that are kept; kernels
-            or patches cannot be resized (`position_bias_selection` is set, the aspect ratio changes without
-            `global_connectivity`, or they have adapters); or they are not those of the config. The model is then
-            unchanged.
+        ValueError: the model has position embeddings, `position_bias_selection` or adapters; the size is no multiple
+            of the stride of the patches, too small for kernels that are kept, or of another aspect ratio, without
+            `global_connectivity`; or the config is not that of the weights. The model is then unchanged.
     """
     config: Any = model.config  # an `AFTConfig`
     if config.modality != "image" or set(config.layer_aft_types) != {"conv"} or config.use_position_embeddings:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +39,24 @@ def save_converted(
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """Convert a checkpoint, and save the model, its image processor and the report.
 
-    The files are verified before they are moved to `directory`. A distillation saves its checkpoints next to
-    `directory`, in the hidden directory `.NAME-distillation`, until the model is saved; after an interruption, the
-    same call resumes from them.
+    A distillation saves its checkpoints next to `directory`, in the hidden directory `.NAME-distillation`, until the
+    model is saved; after an interruption, the same call resumes from them.
 
     Args:
         source, source_image_size, source_num_heads: as for `read_source`, but no model in memory, which has no files
             to verify against.
         directory: output directory; must be missing or empty.
         seed: seed of the new weights and, by default, of the distillation.
-        distillation: `images` and the other arguments of `distill`, to train the converted model on the outputs of
-            the source. It starts from the conversion with `options`; for AFT-conv, `init="attention"` measured best,
-            and is the default of `aft-hf convert --distill`. Under `accelerate launch`, all processes train, and the
-            main process saves.
+        distillation: `images` and the other arguments of `distill`, to train the converted model. Under `accelerate
+            launch`, all processes train, and the main process saves.
         **options: the other arguments of `convert_deit`.
 
-    Returns:
-        The model and the report.
-
     Raises:
-        InputError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be
-            written.
+        InputError: as for `convert_deit` and `verify_conversion`; or `directory` is not empty, or cannot be written.
     """
     directory = Path(os.path.realpath(directory))
     _refuse_files(directory)  # before the work begins
     checkpoints, advice = directory.with_name(f".{directory.name}-distillation"), ""
-    lock: AbstractContextManager[None] = nullcontext()
     is_main = True
     if distillation is not None:
         from ..running.checkpoints import remove_checkpoints
@@ -73,8 +65,7 @@ def save_converted(
 
         distillation = {"seed": seed, **distillation}
         is_main, advice = join_processes().is_main_process, f"; run again to resume from {checkpoints}"
-        lock = owned(checkpoints, temporary=True)
-    with lock:
+    with nullcontext() if distillation is None else owned(checkpoints, temporary=True):
         origin = read_source(source, source_image_size=source_image_size, source_num_heads=source_num_heads)
         if distillation is not None:
             check_distillable(origin, **distillation)  # before the fit to the attention, which may take minutes
@@ -82,14 +73,13 @@ def save_converted(
             torch.manual_seed(seed)
             model, report = convert_deit(origin, **options)
         report.options["seed"] = seed
+        # The config shares these, so that they follow the model through any later training.
+        model.config.conversion = {"source": report.source, "options": report.options}
         if distillation is not None:
-            resuming: dict[str, Any] = {"checkpoints": checkpoints, "conversion": dict(report.options)}
-            report.options["distillation"] = distill(model, origin, **distillation, **resuming)
+            report.options["distillation"] = distill(model, origin, **distillation, checkpoints=checkpoints)
         terms = read_license(origin.name)
         if terms.get("license", "other") != "other" or "://" in terms.get("license_link", ""):
             report.options["source_license"] = terms
-        # The config keeps these, so that they follow the model through any later training.
-        model.config.conversion = report.model_dump(mode="json", include={"source", "options"})
         if is_main:
             processor = resized_processor(origin.image_processor, pair(model.config.image_size))
             try:
@@ -110,7 +100,7 @@ def _write(directory: Path, source: Any, model: PreTrainedModel, processor: Any,
         with move_into(directory) as aside:
             model.save_pretrained(aside)
             processor.save_pretrained(aside)
-            report.files = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+            report.files.update({path.name: sha256(path) for path in sorted(aside.iterdir())})
             (aside / REPORT_NAME).write_text(report.model_dump_json(indent=1) + "\n")
             verify_conversion(source, aside)
             _refuse_files(directory)  # again: another process may have written there
@@ -129,11 +119,8 @@ def verify_conversion(source: str | os.PathLike[str], directory: str | os.PathLi
     """Verify a saved conversion against its source.
 
     Source and conversion are read again from their files. The report must list all tensors of both. Every copied
-    tensor is made again from the source, and must have the dtype, the shape and the bits of the saved tensor.
-
-    Args:
-        source: the converted checkpoint: a directory, a Hub repository, or a weight file.
-        directory: the directory that `save_converted` wrote.
+    tensor is made again from the source, and must have the dtype, the shape and the bits of the saved tensor. The
+    arguments are those of `save_converted`.
 
     Returns:
         The number of copied tensors, all of which are equal; 0 after a distillation.

@@ -84,10 +84,7 @@ class VisionTransformerSource:
     def to_transformers(self) -> PreTrainedModel:
         """Return the model of transformers that is equivalent to this checkpoint, in evaluation mode.
 
-        Returns:
-            A `DeiTForImageClassificationWithTeacher` for two heads, a `DeiTForImageClassification` or
-            `ViTForImageClassification` for one head, or a `DeiTModel` or `ViTModel` (without pooler) for a backbone.
-            It shares the tensors of this object.
+        A backbone has no pooler. The model shares the tensors of this object.
         """
         options = {} if self.heads else {"add_pooling_layer": False}
         with torch.device("meta"):
@@ -126,9 +123,8 @@ def read_source(
     DINOv2 (without registers) and ViT-MAE are read as ViTs without a classifier.
 
     Args:
-        source: a model of transformers in memory; or a directory or a Hub repository with the config.json of
-            transformers or timm; or a weight file in the format of timm and the original DeiT. Weights are
-            safetensors, or pickles, of which only tensors are loaded.
+        source: a model in memory; or a directory or a Hub repository with the config.json of transformers or timm; or
+            a weight file with the names of timm; weights are safetensors, or pickles, of which only tensors are read.
         source_image_size: image size in pixels that the checkpoint was trained at, (height, width) or one number for
             both. Needed if neither a config nor a square number of positions determines it.
         source_num_heads: number of attention heads. Needed if no config contains it and it is not the usual number at
@@ -147,12 +143,10 @@ def read_source(
         raise TypeError(f"source must be a path, Hub id, or ViT or DeiT of transformers, got {type(source).__name__}")
     with explained(f"{name}: no readable {CONFIG_NAME}"):
         read = _read_transformers_config if values.get("model_type") else read_timm_config
-        stated: TimmConfig | PreTrainedConfig = read(name, values) if values else TimmConfig()
+        stated: TimmConfig | ViTConfig | DeiTConfig = read(name, values) if values else TimmConfig()
     if isinstance(source, PreTrainedModel):
         tensors, part = {key: tensor.detach().cpu() for key, tensor in source.state_dict().items()}, ""
     else:
-        if not Path(name).is_file():
-            refuse_adapter(name)
         tensors, part = read_weights(name)
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     with explained(f"{name}: holds no weights of a ViT or DeiT"):
@@ -160,11 +154,11 @@ def read_source(
     check_finite(name, ((part.sources[0], part.tensor) for part in parts.values()))
     with explained(f"{name}: no readable {CONFIG_NAME}"):
         if isinstance(stated, TimmConfig):
-            config: Any = infer_config(name, parts, stated, image_size=source_image_size, num_heads=source_num_heads)
+            config: Any = infer_config(name, parts, stated, source_image_size, source_num_heads)
             processor = image_processor(stated.pretrained_cfg, pair(config.image_size))
             is_own = bool(stated.pretrained_cfg.model_fields_set & {"mean", "std", "crop_pct", "interpolation"})
         else:
-            config, processor = _as_vit_config(stated), _usual_image_processor(stated)
+            config, processor = stated, _usual_image_processor(values["model_type"], stated.image_size)
             is_own = not isinstance(source, PreTrainedModel) and bool(read_image_processor(name))
             if is_own:  # a damaged image processor is an error: its means and sizes matter
                 processor = load(AutoImageProcessor, name)
@@ -186,29 +180,28 @@ def read_source(
     return transformer
 
 
-def _read_transformers_config(name: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a config of transformers; raise an InputError unless it is that of a ViT or an equivalent model."""
+def _read_transformers_config(name: str, values: Mapping[str, Any]) -> ViTConfig | DeiTConfig:
+    """Return a config of transformers as that of a ViT or DeiT, for weights into which layer scales are folded.
+
+    An InputError is raised unless it is that of a ViT or an equivalent model.
+    """
     if (model_type := values["model_type"]) not in MODEL_TYPES:
         raise InputError(f"{name}: has the type {model_type!r}; give one of {', '.join(MODEL_TYPES)}")
     if values.get("use_swiglu_ffn"):
         raise InputError(f"{name}: its MLPs have gates (SwiGLU), and an AFT has none; give a smaller DINOv2")
-    return CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
-
-
-def _as_vit_config(config: PreTrainedConfig) -> ViTConfig | DeiTConfig:
-    """Return the config as that of a ViT or DeiT, for weights into which the layer scales are folded."""
+    config = CONFIG_MAPPING[model_type].from_dict(dict(values), **OWN_KERNELS)
     if isinstance(config, (ViTConfig, DeiTConfig)):
         return config
     shared = {name: value for name, value in config.to_dict().items() if name in ViTConfig.__annotations__}
-    if config.model_type == "dinov2":
+    if model_type == "dinov2":
         shared["intermediate_size"] = int(config.hidden_size * config.mlp_ratio)
     return ViTConfig(**shared)
 
 
-def _usual_image_processor(config: PreTrainedConfig) -> BaseImageProcessor:
+def _usual_image_processor(model_type: str, image_size: Any) -> BaseImageProcessor:
     """Return the default image processor of a model type: ImageNet's mean and standard deviation, or 0.5 for a ViT."""
-    height, width = pair(config.image_size)
-    if config.model_type == "vit":
+    height, width = pair(image_size)
+    if model_type == "vit":
         return ViTImageProcessorPil(size={"height": height, "width": width})
     return image_processor(PretrainedConfig(), (height, width))
 
@@ -217,7 +210,7 @@ def load_image_processor(source: str, config: PreTrainedConfig, *, revision: str
     """Load the image processor of a model by `load`; for a ViT without one, return the default, with a warning."""
     if config.model_type not in MODEL_TYPES or read_image_processor(source, revision=revision):
         return load(AutoImageProcessor, source, revision=revision, **options)
-    usual: Any = _usual_image_processor(config)
+    usual: Any = _usual_image_processor(config.model_type, config.image_size)
     logger.warning(
         f"{source}: has no image processor, so the default of its type is used, with mean {usual.image_mean} and std "
         f"{usual.image_std}; if it was trained with others, save its image processor beside it"
@@ -233,6 +226,7 @@ def _read_config(name: str) -> dict[str, Any]:
             raise InputError(f"{name}: give the directory, or move the weights if {beside} is of another model")
         return {}
     config = read_config(name).model_dump(exclude_unset=True)
+    refuse_adapter(name)
     if config.get("model_type") is None and config.get("architecture") is None:
         raise InputError(f"{name}: its {CONFIG_NAME} has no model_type (transformers) or architecture (timm)")
     return config

@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import AliasChoices, Field, FiniteFloat
 from torch import nn
 from transformers import DeiTConfig, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import PILImageResampling
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.utils import CONFIG_NAME
-from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from ..configuration_aft import pair
 from ..errors import InputError, explained
@@ -26,41 +25,38 @@ from .resizing import one_or_pair
 ARCHITECTURES = r"(vit|deit|deit3)_[a-z]+(_distilled)?_patch\d+_(\d+(_in21k|_in21ft1k)?|dinov2)"
 # Activations whose names in timm are not those in transformers.
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "swish": "silu"}
-LAYER_NORM_EPS = 1e-6
 HEAD_WIDTH = 64
 # The widths of the huge, giant and gigantic ViT, which have 16 heads of more than `HEAD_WIDTH` features.
 HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
 
-
-Positive = Annotated[int, Field(gt=0, le=2**20)]
-Labels = list[str] | dict[str, str]
-Mean = Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)]
-Std = Annotated[list[Annotated[FiniteFloat, Field(gt=0)]], Field(min_length=3, max_length=3)]
+Size = Annotated[int, Field(gt=0, le=2**20)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
-BESIDE = {"label_names", "label_descriptions", "global_pool"}
-# Keys of earlier versions of timm.
-RENAMED = {"labels": "label_names", "label_name": "label_names", "display_name": "label_descriptions"}
+# Keys of timm, and those of its earlier versions.
+LABELS = AliasChoices("label_names", "label_name", "labels")
+DESCRIPTIONS = AliasChoices("label_descriptions", "display_name")
+BESIDE = {*LABELS.choices, *DESCRIPTIONS.choices, "global_pool"}
 
 
 class PretrainedConfig(Document):
     """Schema of `pretrained_cfg` of timm, the images and labels that a model was trained on, with timm's defaults."""
 
-    input_size: tuple[Positive, Positive, Positive] | None = None
+    input_size: tuple[Size, Size, Size] | None = None
     crop_pct: Annotated[float, Field(ge=0.1, le=10)] = 0.875
     crop_mode: Literal["center"] = "center"
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
-    mean: Mean = list(IMAGENET_DEFAULT_MEAN)
-    std: Std = list(IMAGENET_DEFAULT_STD)
+    mean: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (0.485, 0.456, 0.406)  # of ImageNet
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     global_pool: str | None = None
-    label_names: Labels = {}
-    label_descriptions: dict[str, str] = {}
+    label_names: list[str] | dict[str, str] = Field({}, validation_alias=LABELS)
+    label_descriptions: dict[str, str] = Field({}, validation_alias=DESCRIPTIONS)
 
 
 class ModelArgs(Document):
     """Schema of `model_args` of timm: arguments of the model that the tensors do not determine."""
 
-    img_size: Positive | tuple[Positive, Positive] | None = None
-    num_heads: Positive | None = None
+    img_size: Size | tuple[Size, Size] | None = None
+    num_heads: Size | None = None
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swish"] = "gelu"
     global_pool: str | None = None
 
@@ -76,15 +72,14 @@ class TimmConfig(Document):
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     """Return a config of timm; raise an InputError unless it is that of a ViT or DeiT with a class token.
 
-    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself,
-    and some under other names; and entries beside `pretrained_cfg` replace those in it.
+    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
+    and entries beside `pretrained_cfg` replace those in it.
     """
 
-    def current(entries: dict[str, Any]) -> dict[str, Any]:
-        stated = {key: value for key, value in entries.items() if value is not None}
-        return {RENAMED[key]: stated[key] for key in RENAMED if key in stated} | stated
+    def stated_in(entries: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in entries.items() if value is not None}
 
-    stated = json.loads(json.dumps(config), object_hook=current)
+    stated = json.loads(json.dumps(config), object_hook=stated_in)
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
     checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}")
@@ -100,17 +95,11 @@ def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
 
 
 def infer_config(
-    name: str,
-    parts: dict[str, Part],
-    timm_config: TimmConfig,
-    *,
-    image_size: int | tuple[int, int] | None,
-    num_heads: int | None,
+    name: str, parts: dict[str, Part], stated: TimmConfig, image_size: int | tuple[int, int] | None, heads: int | None
 ) -> ViTConfig | DeiTConfig:
     """Return a config of transformers: a `DeiTConfig` if there is a distillation token, else a `ViTConfig`.
 
-    The default of `image_size` is that of timm's config, or of a square grid with a patch for each position; the
-    default of `num_heads` is that of timm's config, or the usual number of ViT and DeiT at this width.
+    Without an image size or a number of heads in timm's config, the grid is square and the number is the usual one.
     Position embeddings without one of the class token, as in DeiT-III, get a zero for it in `parts`.
     """
     if ".patch_embeddings." in parts[PATCHES].sources[0]:
@@ -120,54 +109,46 @@ def infer_config(
         raise InputError(f"{name}: has no {missing[0]} (the name in transformers); save all tensors of a ViT")
     with explained(f"{name}: {', '.join(used)} (names in transformers) do not have the shapes of those of a ViT"):
         shapes = [tuple(parts[each].tensor.shape) for each in used]
-        (width, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
+        (features, channels, *patch_size), (_, length, _), (intermediate_size, _) = shapes
         rows, columns = patch_size
     distilled = DISTILLATION_TOKEN in parts
-    model_args, pretrained_cfg = timm_config.model_args, timm_config.pretrained_cfg
-    if num_heads is None:
-        num_heads = model_args.num_heads or HEADS_OF_WIDTH.get(width, 0 if width % HEAD_WIDTH else width // HEAD_WIDTH)
-    if num_heads < 1 or width % num_heads:
+    model_args, pretrained_cfg = stated.model_args, stated.pretrained_cfg
+    usual = 0 if features % HEAD_WIDTH else features // HEAD_WIDTH
+    num_heads = (model_args.num_heads or HEADS_OF_WIDTH.get(features, usual)) if heads is None else heads
+    if num_heads < 1 or features % num_heads:
         raise InputError(
-            f"{name}: the number of heads at its width of {width} is not known, or does not divide it; give "
+            f"{name}: the number of heads at its width of {features} is not known, or does not divide it; give "
             "source_num_heads (--source-num-heads)"
         )
     if image_size is None:
         image_size = model_args.img_size or (pretrained_cfg.input_size and pretrained_cfg.input_size[1:])
-    image_size = _image_size(name, length, 2 if distilled else 1, (rows, columns), image_size)
-    if length == (image_size[0] // rows) * (image_size[1] // columns):
-        padded = nn.functional.pad(parts[POSITIONS].tensor, (0, 0, 1, 0))
-        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=padded)
-    return (DeiTConfig if distilled else ViTConfig)(
-        hidden_size=width,
-        num_hidden_layers=len({key.split(".")[1] for key in parts if key.startswith("layers.")}),
-        num_attention_heads=num_heads,
-        intermediate_size=intermediate_size,
-        hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
-        layer_norm_eps=LAYER_NORM_EPS,
-        image_size=one_or_pair(image_size),
-        patch_size=one_or_pair((rows, columns)),
-        num_channels=channels,
-        qkv_bias="layers.0.attention.q_proj.bias" in parts,
-        **_labels(pretrained_cfg, max((len(parts[name].tensor) for name in CLASSIFIERS & parts.keys()), default=0)),
-    )
-
-
-def _image_size(
-    name: str, length: int, prefix: int, patch_size: tuple[int, int], image_size: int | tuple[int, int] | None
-) -> tuple[int, int]:
-    """Return the image size in pixels that has a patch for each position, with or without those of `prefix` tokens."""
-    rows, columns = patch_size
-    counts = (length - prefix, length)
+    counts = (length - (2 if distilled else 1), length)  # of patches, with or without positions of the other tokens
     sides = (math.isqrt(max(count, 0)) for count in counts)
     side = next((side for side in sides if side**2 in counts), 0)  # of a square grid
     height, width = (side * rows, side * columns) if image_size is None else pair(image_size)
-    if (height // rows) * (width // columns) not in counts or height % rows or width % columns or height < 1:
+    num_patches = (height // rows) * (width // columns)
+    if num_patches not in counts or height % rows or width % columns or height < 1:
         size = "square images" if image_size is None else f"images of {height} x {width} pixels"
         raise InputError(
             f"{name}: {size} do not fit its {length} positions and patches of {rows} x {columns} pixels; give "
             "source_image_size (--source-image-size), the height and width it was trained at"
         )
-    return height, width
+    if length == num_patches:
+        padded = nn.functional.pad(parts[POSITIONS].tensor, (0, 0, 1, 0))
+        parts[POSITIONS] = parts[POSITIONS]._replace(tensor=padded)
+    return (DeiTConfig if distilled else ViTConfig)(
+        hidden_size=features,
+        num_hidden_layers=len({key.split(".")[1] for key in parts if key.startswith("layers.")}),
+        num_attention_heads=num_heads,
+        intermediate_size=intermediate_size,
+        hidden_act=ACTIVATIONS.get(model_args.act_layer, model_args.act_layer),
+        layer_norm_eps=1e-6,
+        image_size=one_or_pair((height, width)),
+        patch_size=one_or_pair((rows, columns)),
+        num_channels=channels,
+        qkv_bias="layers.0.attention.q_proj.bias" in parts,
+        **_labels(pretrained_cfg, max((len(parts[name].tensor) for name in CLASSIFIERS & parts.keys()), default=0)),
+    )
 
 
 def _labels(config: PretrainedConfig, num_labels: int) -> dict[str, Any]:
@@ -192,6 +173,6 @@ def image_processor(config: PretrainedConfig, image_size: tuple[int, int]) -> Ba
         size={"shortest_edge": math.floor(max(image_size) / config.crop_pct)},
         crop_size={"height": image_size[0], "width": image_size[1]},
         resample=getattr(PILImageResampling, config.interpolation.upper()),
-        image_mean=config.mean,
-        image_std=config.std,
+        image_mean=list(config.mean),
+        image_std=list(config.std),
     )

@@ -310,7 +310,7 @@ class Run(Training):
                 self.task.processor.save_pretrained(aside)
             results["weights"] = weights_digest(aside)
             write_json(aside / "results.json", results)
-            save(draw_losses([(self.recipe.task, results)]), aside / "losses.png")
+            save(draw_losses(results), aside / "losses.png")
         return results
 
     def close(self) -> None:
