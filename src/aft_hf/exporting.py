@@ -1,6 +1,7 @@
 """ONNX export of a decoding step: a program for one token, with the cache as its inputs and outputs."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def empty_state(model: AFTForCausalLM, batch_size: int = 1) -> dict[str, torch.T
     return {name: tensor for name, tensor in state.items() if tensor.numel() > 0}
 
 
-def export_step(model: AFTForCausalLM, path: str | Path) -> None:
+def export_step(model: AFTForCausalLM, path: str | Path, **options: Any) -> None:
     """Export one decoding step as an ONNX program for any batch size.
 
     Its inputs are `input_ids` (B, 1) and the tensors of `empty_state`. Its outputs are `logits` (B, 1, vocabulary) and
@@ -42,6 +43,7 @@ def export_step(model: AFTForCausalLM, path: str | Path) -> None:
     Args:
         model: model in evaluation mode and float32, with layers of any type but `full`.
         path: the ONNX file to write.
+        **options: further arguments of `torch.onnx.export`.
     """
     state = empty_state(model, 2)
     inputs = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "state": state}
@@ -54,8 +56,8 @@ def export_step(model: AFTForCausalLM, path: str | Path) -> None:
         input_names=["input_ids", *state],
         output_names=["logits", *(f"next.{name}" for name in state)],
         dynamo=True,
-        optimize=False,  # onnxruntime optimizes what it loads; the exporter takes quadratic time in the layers
-        verbose=False,
+        # onnxruntime optimizes a program that it loads; the exporter takes quadratic time in the layers.
+        **{"optimize": False, "verbose": False, **options},
     )
     assert program is not None  # with dynamo=True
     program.save(path)
