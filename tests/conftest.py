@@ -7,6 +7,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -28,6 +29,16 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 # Commands run in the process of the tests, some of which measure memory.
 benchmarking.keep_freed_memory = cli.keep_freed_memory = lambda: None
+
+# `make test` tries 25 examples of each property, the same ones in every run, and `make soak` 2,000 random ones.
+with suppress(ModuleNotFoundError):
+    from hypothesis import HealthCheck, settings
+
+    # No test measures time, and building a model is slow by the standards of hypothesis.
+    common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+    settings.register_profile("test", max_examples=25, derandomize=True, database=None, **common)
+    settings.register_profile("soak", max_examples=2000, print_blob=True, **common)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
 ROOT = Path(__file__).parents[1]
 pytest.register_assert_rewrite("runs")  # to report the values in its assertions

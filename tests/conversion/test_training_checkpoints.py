@@ -42,7 +42,7 @@ PREFIXES += ("encoder.trunk.", "student.")
 KEYS = ("state_dict", "model", "module", "net", "model_state_dict", "state", "weights")
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prefixes=st.lists(st.sampled_from(PREFIXES), max_size=3),
     keys=st.lists(st.sampled_from(KEYS), max_size=3),
