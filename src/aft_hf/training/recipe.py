@@ -1,14 +1,12 @@
 """Recipes: the typed schema of a training run, and loading from YAML files with overrides."""
 
 import difflib
-import json
 import os
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Annotated, Any, Generic, Literal, Self
+from typing import Annotated, Any, Generic, Literal, Self, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -193,7 +191,7 @@ class Paper(Section):
 
 
 class Recipe(Section, Generic[DataType]):
-    """The configuration of one training run; `aft-hf train --explain` lists the keys."""
+    """The configuration of one training run."""
 
     task: Literal["bytes", "tokens", "pixels", "images"] = Field(description="What is predicted.")
     notes: str = Field("", description="Values that the paper does not give, and reasons for the choice.")
@@ -281,54 +279,16 @@ RECIPES: dict[str, type[Recipe]] = {
     "images": ImagesRecipe,
 }
 
-# Keys of a file that `load_recipe` resolves, with their type and meaning.
-FILE_KEYS = {
-    "base": ("text, optional", "Another recipe, relative to this file, whose values this one overrides."),
-    "smoke": ("mapping, optional", "Values that replace others with --smoke, for a run of a few seconds."),
-}
 
-
-def explain_keys() -> str:
-    """Return a text with the type, default and meaning of every key: those of all tasks, then those of each task."""
-    keys = {task: _entries(kind.model_json_schema()) for task, kind in RECIPES.items()}
-    shared = set.intersection(*(set(entries.items()) for entries in keys.values()))
-    sections = {"Keys of every recipe": shared | FILE_KEYS.items()}
-    sections |= {f"Other keys with task: {task}": entries.items() - shared for task, entries in keys.items()}
-    lines: list[str] = []
-    for title, entries in sections.items():
-        lines += ["", title, ""]
-        for key, (kind, meaning) in sorted(entries):
-            lines += [f"{key}: {kind}", textwrap.indent(textwrap.fill(meaning, 76), "    ")]
-    return "\n".join(lines[1:])
-
-
-def _entries(
-    section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = ""
-) -> dict[str, tuple[str, str]]:
-    """Return the types and meanings of the keys of a section by key, from its JSON schema."""
-    schema = schema or section
-    entries: dict[str, tuple[str, str]] = {}
-    for name, field in section["properties"].items():
-        (kind,) = (each for each in field.get("anyOf", [field]) if each.get("type") != "null")
-        key = f"{prefix}{name}"
-        if "$ref" in kind:
-            entries |= _entries(schema["$defs"][kind["$ref"].rpartition("/")[2]], schema, f"{key}.")
-        else:
-            default = f"default {json.dumps(field['default'])}" if "default" in field else "required"
-            has_other = field.get("default", "") is None or "Default:" in field["description"]
-            optional = "optional" if has_other else default
-            entries[key] = (f"{_type_of(kind)}, {optional}", field["description"])
-    return entries
-
-
-def _type_of(kind: dict[str, Any]) -> str:
-    """Describe the JSON schema of a value, with its bounds."""
-    if "enum" in kind or "const" in kind:
-        return " or ".join(kind.get("enum", [kind.get("const")]))
-    names = {"string": "text", "boolean": "true or false", "object": "mapping", "array": "list"}
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {kind[name]}" for name, sign in signs.items() if kind.get(name, 2**63) < 2**63]
-    return f"{names.get(kind['type'], kind['type'])} {' and '.join(bounds)}".rstrip()
+def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the keys of a section, and those of the sections in it."""
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                keys += _keys(kind, f"{prefix}{name}.")
+    return keys
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
@@ -392,8 +352,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        keys = _entries(kind.model_json_schema())
-        others = "; aft-hf train --explain lists the keys"
+        keys, others = _keys(kind), "; docs/training.md names the page that lists the keys"
         raise ValueError(explain(error, lambda key: _suggestion(key, keys) or others)) from None
 
 
