@@ -210,7 +210,6 @@ class Recipe(Section, Generic[DataType]):
     micro_batch_size: Count | None = Field(
         None, description="Samples per forward pass. null: global_batch_size / processes."
     )
-    context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
     gradient_checkpointing: bool = Field(
