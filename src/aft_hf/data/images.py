@@ -14,8 +14,8 @@ from torch import nn
 from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
-from ..errors import explained, shortened
-from .classes import are_names, matched_places, number_of
+from ..errors import explained
+from .classes import are_names, matched_places
 from .image_size import pixel_values
 from .samples import EMPTY, Row, Sample, SampleKey, image_of
 
@@ -93,31 +93,16 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     return [*of_model], names
 
 
-def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[str]) -> tuple[list[str], list[str]]:
-    """Return the results of `trained_classes`, `names` and `labels`, after `id2label`, the names that a user gives.
-
-    The same names set the order. Other names replace those of the dataset in its order, with a warning unless its
-    classes are only the numbers 0, 1, ... A ValueError is raised if names are missing, doubled, or partly the same.
-    """
+def ordered_classes(id2label: Mapping[Any, Any], names: Sequence[str]) -> list[str]:
+    """Return the names of the classes of a dataset in the order that `id2label` of a recipe gives them."""
     with explained("model.id2label: must map each class number to its name"):
-        given = [id2label[number] for number in sorted(id2label, key=lambda number: int(str(number)))]
-        if odd := [name for name in given if type(name) not in (int, str)]:
-            raise ValueError(f"put {shown(odd[0])} in quotes if it is a name; YAML reads true and null as values")
-    wanted = [*map(str, given)]
-    if sorted(wanted) == sorted(names):
-        return wanted, wanted if labels == names else labels
-    by_names, plain = are_names(labels), [str(i) for i in range(len(labels))]
-    ordered = labels if by_names else sorted(labels, key=number_of)
-    is_mixed = by_names and {name.casefold() for name in wanted} & {label.casefold() for label in labels}
-    if len({*wanted}) != len(wanted) or len(wanted) != len(labels) or is_mixed:
+        given = [str(id2label[number]) for number in sorted(id2label, key=int)]
+    if sorted(given) != sorted(names):
         raise ValueError(
-            f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; give exactly these names, or a "
-            "new one for each, or leave it out"
+            f"model.id2label: the data has the {len(names)} classes {shown(names)}; give exactly these names, in the "
+            f"order that you want, or leave it out, got {shown(given)}"
         )
-    if ordered != plain:
-        renamed = ", ".join(f"{label} is {name}" for label, name in zip(ordered, wanted))
-        logger.warning(f"model.id2label renames the classes: {shortened(renamed)}")
-    return wanted, ordered
+    return given
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:

@@ -290,7 +290,7 @@ class ImagesTask(Task):
     def __init__(self, recipe: ImagesRecipe):
         # kornia takes seconds to import, and the other tasks do not need it.
         from ..data.classification import BatchAugmentation, TrainingImages
-        from ..data.images import ImagePipeline, class_names, class_numbers, rename_classes, trained_classes
+        from ..data.images import ImagePipeline, class_names, class_numbers, ordered_classes, trained_classes
 
         super().__init__(recipe)
         data, augmentation = recipe.data, recipe.data.augmentation
@@ -302,7 +302,7 @@ class ImagesTask(Task):
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
         if given := recipe.model.get("id2label"):
-            names, labels = rename_classes(given, names, labels)
+            names = labels = ordered_classes(given, labels)
         self.order = "" if labels == class_names(splits["train"], data.label_column) else str(labels)
         self.config_values = {
             "modality": "image",
