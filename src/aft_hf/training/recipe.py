@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, Self, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from transformers import CONFIG_MAPPING, SchedulerType
+from transformers import CONFIG_MAPPING
 from typing_extensions import TypeVar
 
 from ..errors import complete_message, explain, shortened
@@ -30,9 +30,6 @@ OF_DATASET = {"dataset_config", "text_column"}
 
 # The fields of `ImagesData` that `model.pretrained` has values of its own for.
 OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
-
-# Schedules of transformers whose learning rate depends on more than the step.
-UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
 
 DEEPEST = 20  # dots in a key
 NOT_IN_NAMES = re.compile(r"[\0\ud800-\udfff]")  # of files, which can be neither NUL nor half of a surrogate pair
@@ -97,15 +94,10 @@ class TokensData(BytesData):
     tokenizer: Place = Field(description="Tokenizer of a saved model or tokenizer: a directory, or an id on the Hub.")
 
 
-class ImageRowsData(Data):
-    """Datasets with an image in each row."""
-
-    image_column: str = Field("image", description="Column of the images.")
-
-
-class PixelsData(ImageRowsData):
+class PixelsData(Data):
     """Images as sequences of sub-pixel values."""
 
+    image_column: str = Field("image", description="Column of the images.")
     image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
     flip: bool = Field(True, description="Flip half of the training images.")
     brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
@@ -129,9 +121,10 @@ class Augmentation(Section):
     repetitions: Count = Field(1, description="Copies of an image in each batch (repeated augmentation).")
 
 
-class ImagesData(ImageRowsData):
+class ImagesData(Data):
     """Images with class labels."""
 
+    image_column: str = Field("image", description="Column of the images.")
     label_column: str = Field("label", description="Column of the labels.")
     image_size: Count = Field(224, description="Side in pixels. Of model.pretrained: its own.")
     eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
@@ -155,21 +148,20 @@ class Optimizer(Section):
     position_bias_scale: Positive = Field(1.0, description="Factor on the learning rate of AFT's position biases.")
 
 
+# The schedules of transformers whose learning rate depends on the step alone.
+ScheduleName = Literal[
+    "constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr",
+    "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial", "warmup_stable_decay",
+]  # fmt: skip
+
+
 class Schedule(Section):
     """A schedule of `transformers.get_scheduler`, such as "inverse_sqrt" of "Attention is all you need"."""
 
-    name: str = Field("constant", description="A schedule of transformers, such as cosine or inverse_sqrt.")
+    name: ScheduleName = Field("constant", description="A schedule of transformers.")
     warmup_steps: Natural | None = Field(None, description="Length of the warm-up in steps.")
     warmup_epochs: NonNegative | None = Field(None, description="Length of the warm-up in epochs.")
     options: dict[str, Any] = Field({}, description="Additional arguments of the schedule.")
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        names = {kind.value for kind in SchedulerType} - UNUSABLE_SCHEDULES
-        if name not in names:
-            raise ValueError(f"not a known schedule{_suggestion(name, names)}")
-        return name
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "Schedule":
