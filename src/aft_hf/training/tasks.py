@@ -132,6 +132,15 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the training loss, a mean over the batch. The model may be wrapped, for example by DDP."""
 
+    def regularized(self, model: nn.Module, outputs: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy, plus the regularization of an AFT-conv's position biases (Eq. 9)."""
+        loss = F.cross_entropy(logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
+        entropy = getattr(outputs, "position_bias_entropy", None)
+        if entropy is None:
+            return loss
+        config: Any = getattr(model, "module", model).config
+        return loss + config.position_bias_entropy_weight * entropy
+
     @abstractmethod
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return predictions and references for the metric, one row per sample."""
@@ -149,18 +158,17 @@ class SequenceTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         outputs = model(input_ids=batch["input_ids"], use_cache=False)
-        logits, labels = outputs.logits.float().flatten(0, 1), batch["labels"].flatten()
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
-        return loss + regularization(model, outputs)
+        return self.regularized(model, outputs, outputs.logits.flatten(0, 1), batch["labels"].flatten())
 
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
-        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=IGNORED)
-        return losses.double().sum(1), self.count(batch["labels"])
-
-    def count(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count each unit in the labels of each row: (B, T) to (B, units)."""
-        return (labels != IGNORED).sum(1, keepdim=True)
+        """Return the loss of each row in nats, (B,), and its number of each unit, (B, units)."""
+        logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits.float(), batch["labels"]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
+        counted = labels != IGNORED
+        counts = [counted.sum(1)]
+        if "character" in self.units:
+            counts.append((counted & starts_character(labels)).sum(1))
+        return losses.double().sum(1), torch.stack(counts, 1)
 
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
         return code_length(predictions, references, self.units)
@@ -215,10 +223,6 @@ class BytesTask(SequenceTask):
         is_of_bytes = getattr(self.pretrained, "vocab_size", None) == NUM_BYTES
         return build_byte_tokenizer(**(dict.fromkeys(DEFAULT_SPECIAL_TOKENS) if is_of_bytes else {}))
 
-    def count(self, labels: torch.Tensor) -> torch.Tensor:
-        counted = labels != IGNORED
-        return torch.stack([counted.sum(1), (counted & starts_character(labels)).sum(1)], 1)
-
 
 class TokensTask(BytesTask):
     """Prediction of the next token of a text, by any tokenizer.
@@ -243,8 +247,6 @@ class TokensTask(BytesTask):
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         return load(AutoTokenizer, self.recipe.data.tokenizer)
 
-    count = SequenceTask.count
-
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
         metrics = super().metrics(split, predictions, references)
         return metrics | {"bits_per_byte": metrics["bits_per_token"] * self.tokens_per_byte[split]}
@@ -259,13 +261,7 @@ class PixelsTask(SequenceTask):
         super().__init__(recipe)
         data = recipe.data
         rows = some_rows(hold_out(read_rows(recipe), VALIDATION_SHARE), data, shuffled=False)
-        make = PixelSequences(
-            data.image_size,
-            image_column=data.image_column,
-            seed=recipe.seed,
-            flip=data.flip,
-            brightness_shift=data.brightness_shift,
-        )
+        make = PixelSequences(data, recipe.seed)
         samples = {split: RowSamples(rows[split], make, [data.image_column]) for split in rows}
         self.train, self.evaluated = samples.pop("train"), samples
         self.units_per_sample = 3 * data.image_size**2
@@ -336,7 +332,7 @@ class ImagesTask(Task):
         self.repetitions = augmentation.repetitions
 
     def fingerprint(self) -> str:
-        # Classes in the order of the data are left out, as earlier versions did.
+        # Without the order of the data, as in checkpoints of earlier versions.
         return super().fingerprint() + (self.order and sha256(self.order.encode()).hexdigest())
 
     def build_model(self) -> PreTrainedModel:
@@ -347,8 +343,7 @@ class ImagesTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
         outputs = model(pixel_values=pixels)
-        loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
-        return loss + regularization(model, outputs)
+        return self.regularized(model, outputs, outputs.logits, targets)
 
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
@@ -358,15 +353,6 @@ class ImagesTask(Task):
 
 
 TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "tokens": TokensTask, "pixels": PixelsTask, "images": ImagesTask}
-
-
-def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
-    """Return the entropy regularization of an AFT-conv's position biases (Eq. 9), 0 for other models."""
-    entropy = getattr(outputs, "position_bias_entropy", None)
-    if entropy is None:
-        return 0.0
-    config: Any = getattr(model, "module", model).config
-    return config.position_bias_entropy_weight * entropy
 
 
 def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
@@ -436,11 +422,11 @@ def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, 
 
     They are the first ones or, if `shuffled`, drawn with a fixed seed: folders are sorted by class.
     """
-    most = {"train": limits.max_train_samples}
     kept: dict[str, Rows] = {}
     for split, rows in splits.items():
-        if (count := most.get(split, limits.max_eval_samples) or len(rows)) < len(rows):
-            rows = (rows.shuffle(seed=0) if shuffled else rows).take(count)
+        most = limits.max_train_samples if split == "train" else limits.max_eval_samples
+        if most is not None and most < len(rows):
+            rows = (rows.shuffle(seed=0) if shuffled else rows).take(most)
         kept[split] = rows
     return kept
 
