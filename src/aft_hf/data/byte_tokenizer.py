@@ -16,9 +16,8 @@ def build_byte_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a byte-level tokenizer: ids 0-255 are the bytes of UTF-8, and special tokens follow from id 256 on.
 
-    It is lossless for any text that contains no special token. A model needs `vocab_size=len(tokenizer)`. The result
-    is an ordinary `PreTrainedTokenizerFast` (byte-level BPE without merges): AutoTokenizer loads a saved one without
-    any code of this package. Encoding a text gives its bytes and adds no special tokens.
+    It is lossless for any text without special tokens, and adds none. A model needs `vocab_size=len(tokenizer)`.
+    AutoTokenizer loads a saved one without any code of this package: it is a byte-level BPE without merges.
 
     Args:
         model_max_length: the maximum input length of the model in tokens. Default: no limit.

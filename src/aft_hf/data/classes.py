@@ -65,11 +65,6 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     return places
 
 
-def number_of(label: str) -> int:
-    """Return the number in a label such as "007" or "LABEL_7"."""
-    return int(NUMBER.sub(r"\1", label))
-
-
 def matched_places(labels: Sequence[str], names: Sequence[str]) -> list[int]:
     """Return the place of the label of each class of a model, or -1 if it has none.
 
@@ -78,7 +73,10 @@ def matched_places(labels: Sequence[str], names: Sequence[str]) -> list[int]:
     """
     known, wanted = list[Any](labels), list[Any](names)
     if not (are_names(labels) and are_names(names)):
-        known, wanted = ([*range(len(x))] if are_names(x) else [*map(number_of, x)] for x in (labels, names))
+        known, wanted = (
+            [*range(len(x))] if are_names(x) else [int(NUMBER.sub(r"\1", label)) for label in x]
+            for x in (labels, names)
+        )
         if are_names(labels) and sorted(wanted) != [*range(len(names))]:  # numbers from 1 on
             wanted = [*range(len(names))]
     places = {key: place for place, key in reversed([*enumerate(known)])}

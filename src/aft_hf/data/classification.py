@@ -1,8 +1,4 @@
-"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device.
-
-RandAugment (Cubuk et al. 2019) is that of DeiT: each image of a batch draws its own operations and strengths. kornia's
-own draws one policy for a whole batch, and its magnitudes end at 30 instead of 10.
-"""
+"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,7 +42,7 @@ def crop_box(
     """Draw a random crop (left, top, right, bottom) of an image of `size` (width, height), as for Inception.
 
     The share of the area is uniform in the range `scale`, the aspect ratio log-uniform in [3/4, 4/3]. If ten draws do
-    not fit into the image, the crop is the largest one at the center whose aspect ratio is in [3/4, 4/3].
+    not fit into the image, the crop is the largest one at the center with such an aspect ratio.
     """
     (width, height), (smallest, largest) = size, scale
     for _ in range(10):
@@ -61,11 +57,10 @@ def crop_box(
 
 
 class BatchAugmentation(nn.Module):
-    """Augment and normalize a batch on the device.
+    """Augment and normalize a batch on the device: (B, 3, H, W) images in uint8 and (B,) labels.
 
-    The input is (B, 3, H, W) images in uint8 and (B,) labels. The output is pixel values, normalized as by the model's
-    image processor with `mean` and `std` for values in [0, 1], and (B, num_classes) targets. Random numbers come from
-    PyTorch's global generators. `options` are `data.augmentation` of a recipe.
+    The output is pixel values, normalized with `mean` and `std` for values in [0, 1], and (B, num_classes) targets.
+    Random numbers come from PyTorch's global generators. `options` are `data.augmentation` of a recipe.
     """
 
     def __init__(self, num_classes: int, mean: list[float], std: list[float], options: Any):
@@ -111,14 +106,12 @@ def _random_range(length: int, share: float) -> tuple[int, int]:
     return max(centre - half, 0), min(centre + half, length)
 
 
-Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 class RandAugment(nn.Module):
-    """RandAugment: apply randomly drawn operations to each image of a batch, each with probability 1/2.
+    """RandAugment (Cubuk et al. 2019) as in DeiT: operations for each image of a batch, each with probability 1/2.
 
-    `operations` are drawn for each image, with replacement. Their magnitude has the mean `magnitude` and the standard
-    deviation `noise`, and is clipped to 0 .. 10. `fill` is the color, in [0, 1], outside of moved images.
+    `operations` are drawn for each image, with replacement; kornia's own draws them for a whole batch. Their magnitude
+    has the mean `magnitude` and the standard deviation `noise`, and is clipped to 0 .. 10. `fill` is the color, in
+    [0, 1], outside of moved images.
     """
 
     def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
@@ -143,10 +136,6 @@ class RandAugment(nn.Module):
         return images
 
 
-# Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
-# value. The ranges are those of DeiT's "increasing" operations: a greater strength changes the image more.
-
-
 def _factor(strength: torch.Tensor) -> torch.Tensor:
     """Return the factor of an enhancement: 1 leaves the image as it is, 0 removes its color, contrast and so on."""
     return (1 + 0.9 * strength).clamp_min(0.1)
@@ -167,7 +156,9 @@ def _along(axis: int, amount: torch.Tensor) -> torch.Tensor:
     return torch.stack([amount, torch.zeros_like(amount)][:: -1 if axis else 1], 1)
 
 
-OPERATIONS: dict[str, Operation] = {
+# Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
+# value. The ranges are those of DeiT's "increasing" operations: a greater strength changes the image more.
+OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "auto_contrast": lambda images, strength: enhance.normalize_min_max(images),
     "equalize": lambda images, strength: enhance.equalize(images),
     "invert": lambda images, strength: enhance.invert(images),

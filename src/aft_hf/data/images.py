@@ -48,11 +48,7 @@ def unique_labels(dataset: Dataset, column: str) -> list[Any]:
 
 
 def class_names(dataset: Dataset, column: str) -> list[str]:
-    """Return the names of the classes, in the order of their numbers.
-
-    A column of type `ClassLabel` declares them. Integer labels are class numbers already, and their text serves as the
-    name. Other labels must be names, and are sorted.
-    """
+    """Return the names of the classes in the order of their numbers; the names of integer labels are their texts."""
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return feature.names
@@ -106,10 +102,9 @@ def ordered_classes(id2label: Mapping[Any, Any], names: Sequence[str]) -> list[s
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:
-    """Return the number of each label of a column in a model.
+    """Return the number of each label of a column in a model, which must have all classes that occur.
 
-    Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
-    ValueError is raised if the data has classes that the model does not have.
+    Classes are matched by name, or by number (with a warning) if the data or the model has no class names.
     """
     given, feature, occurring = class_names(dataset, column), dataset.features[column], unique_labels(dataset, column)
     if isinstance(feature, ClassLabel):  # which may declare classes that do not occur
@@ -134,10 +129,7 @@ def _both(given: Sequence[str], of_model: Sequence[str]) -> str:
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
-    """Return the index in `names` of each label that occurs in a column; raise a ValueError if it is not there.
-
-    Labels are compared by name, so a `ClassLabel` may number the classes in another order.
-    """
+    """Return the index in `names` of the name of each label that occurs in a column, which must be there once."""
     feature, labels = dataset.features[column], unique_labels(dataset, column)
     known = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}  # a missing label is -1
     own = {label: known.get(label, str(label)) for label in labels}

@@ -1,7 +1,4 @@
-"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files.
-
-Synthetic data are for trying out recipes without a download: `data.train: generated`.
-"""
+"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
 
 import re
 from collections.abc import Sequence
@@ -44,9 +41,6 @@ def load_splits(
     """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
 
     They are those of a dataset (see `load_named`), or of files or folders (see `load_local`, also for `labeled`).
-
-    Raises:
-        ValueError: neither a name nor files are given, or both, or a file does not exist or cannot be read.
     """
     paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
     if (dataset_name is None) == (not paths):
@@ -94,13 +88,11 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
 
 
 def _own_cache(name: str, config_name: str | None) -> str | None:
-    """Return a cache directory for the present content of a local dataset, of which `datasets` compares only times.
-
-    Images need none: only their paths are cached.
-    """
+    """Return a cache directory for the present content of a local dataset, of which `datasets` compares only times."""
     if not Path(name).is_dir():
         return None
     splits = datasets.load_dataset_builder(name, config_name).config.data_files or {}
+    # Of images, only the paths are cached.
     tables = [path for files in splits.values() for path in map(Path, files) if path.suffix.lower() not in SUFFIXES]
     return str(cached((load_named.__name__, [sha256(path) for path in tables]), "rows"))
 
@@ -109,10 +101,7 @@ def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) 
     """Load a parquet, csv, json or text file, or a folder of images or parquet files (see `list_images`).
 
     A name is never a pattern or an address. With `labeled`, the label of an image is the name of its folder. Parquet
-    files whose names are of several splits are read only if `joined`.
-
-    Raises:
-        ValueError: the path does not exist, has an unknown format, or cannot be read; or labels are unclear.
+    files whose names are of several splits are read only if `joined`. What cannot be read is a ValueError.
     """
     path = Path(path)
     files = list_images(path)
@@ -200,14 +189,11 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
 
 
 def with_safe_images(rows: Dataset) -> Dataset:
-    """Return the same rows with undecoded images, which `image_of` opens: `datasets` opens any format of Pillow.
-
-    Other columns of files, such as audio and lists of images, are left out: their paths may be addresses.
-    """
+    """Return the same rows with undecoded images, which `image_of` opens: `datasets` opens any format of Pillow."""
     for name, feature in rows.features.items():
         if is_image(feature):
             rows = rows.cast_column(name, Image(decode=False))
-        elif require_storage_embed(feature):  # of files, also in lists
+        elif require_storage_embed(feature):  # of other files, also in lists: their paths may be addresses
             rows = rows.remove_columns(name)
     return rows
 
@@ -220,10 +206,7 @@ def is_image(feature: Any) -> bool:
 
 
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return `splits` with a split "validation"; if it is missing, hold out a share of the training rows, and say so.
-
-    The rows are drawn with a fixed seed. A share of 0 holds out none.
-    """
+    """Return `splits` with a split "validation": if there is none, a share of the training rows, with a message."""
     if "validation" in splits or share == 0:
         return splits
     with explained("validation data cannot be held out, so give some"):

@@ -1,9 +1,7 @@
 """Training samples: how a row becomes a sample, their order, and the fingerprints by which changed data are detected.
 
-A sample is made by a function of its row and, in training, of its `SampleKey`, whose random numbers augment it. The
-order is a pure function of seed and step. A fingerprint depends on the content alone: it is the same for the same data
-at another path or on another machine. It covers the size, all labels, all bytes of a file, and the first `WHOLE` bytes
-of images.
+A sample is a function of its row and, in training, of its `SampleKey`, the order one of seed and step. A fingerprint
+depends on the content alone, not on paths: the size, all labels, all bytes of a file, the first `WHOLE` of images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +38,7 @@ class SampleKey(NamedTuple):
     repetition: int = 0
 
     def random(self, seed: int) -> np.random.Generator:
-        """Return the random generator of this sample, the same in any process and at any time."""
+        """Return the random generator of this sample."""
         return np.random.default_rng((seed, *self))
 
 
@@ -50,8 +48,7 @@ Maker = Callable[[Row, SampleKey | None], Sample]
 def image_of(row: Row, column: str) -> Image.Image:
     """Return the image in a column of a row: a decoded one, the content of a file, its path, or both.
 
-    A path is that of a local file, never an address, and a relative one begins at the working directory. An
-    `ImageError` is raised if there is no image.
+    A path is that of a local file, never an address. An `ImageError` is raised if there is no image.
     """
     value, name = row[column], None
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
@@ -122,10 +119,8 @@ class GlobalBatches(Sampler[list[SampleKey]]):
 
     Each epoch is shuffled anew, and its last incomplete batch is dropped. The global batch of a step is split into
     micro-batches 0 .. n - 1; with P processes, process p takes p, p + P, p + 2 P, ... So micro-batch k of a step holds
-    the same samples for any number of processes, and a resumed run sees the same batches as an uninterrupted one.
-
-    With repetitions, successive micro-batches hold copies of the same samples. An epoch keeps its length, so it sees a
-    part of the samples (repeated augmentation, Hoffer et al. 2020, as in DeiT).
+    the same samples for any number of processes. With repetitions, successive micro-batches hold copies of the same
+    samples, and an epoch of the same length a part of all (repeated augmentation, Hoffer et al. 2020, as in DeiT).
     """
 
     num_samples: int
@@ -154,9 +149,6 @@ class GlobalBatches(Sampler[list[SampleKey]]):
             batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
             for k in range(self.process, self.micro_batches, self.processes):
                 yield batch[k :: self.micro_batches]
-
-    def __len__(self) -> int:
-        return (self.stop - self.start) * len(range(self.process, self.micro_batches, self.processes))
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:

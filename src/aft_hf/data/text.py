@@ -37,11 +37,7 @@ IGNORED = -100
 
 
 def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
-    """Yield the texts of a column, which may be empty, in lists of up to a thousand rows.
-
-    Raises:
-        ValueError: a value is not a text; the message names its row.
-    """
+    """Yield the texts of a column in lists of up to a thousand rows; a value that is no text is a ValueError."""
     for start, rows in zip(range(0, len(dataset), 1000), dataset.select_columns(column).iter(1000)):
         for i, value in enumerate(rows[column], start):
             if not isinstance(value, str):
@@ -56,10 +52,7 @@ def cached(given: tuple[Any, ...], suffix: str) -> Path:
 
 
 def join_texts(dataset: datasets.Dataset, column: str) -> Path:
-    """Write all texts, with a line break between them, to one file in UTF-8 and return its path.
-
-    The file lies in the cache of `datasets` and is written only if it does not exist yet.
-    """
+    """Write all texts, with a line break between them, to a file in UTF-8, once (see `cached`); return its path."""
     tables = [each["filename"] for each in dataset.cache_files]  # they lie where the content of the files says
     path = cached((join_texts.__name__, dataset._fingerprint, tables, column), "txt")
     if not path.exists():
@@ -72,11 +65,10 @@ def join_texts(dataset: datasets.Dataset, column: str) -> Path:
 
 
 def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[Path, int]:
-    """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`; return its path and the bytes of the text.
+    """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`, once (see `cached`).
 
-    The file lies in the cache of `datasets` and is written only if it does not exist yet. No special tokens are added;
-    one that is written in the text is a single token. About `PART` bytes are tokenized at a time. The first
-    byte and the end, `span`, are moved to the next character that begins there or later.
+    The first byte and the end, `span`, are moved to the next character that begins there or later. No special tokens
+    are added; one that is written in the text is a single token. Returns the path, and the bytes of the text.
     """
     start, stop = (_character_start(source, byte) for byte in span)
     with TemporaryDirectory() as directory:  # the rules of a tokenizer are in all of its files
@@ -127,11 +119,7 @@ def _read_parts(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def split_bytes(size: int) -> dict[str, tuple[int, int]]:
-    """Return the first byte and the end of each split of a file of `size` bytes.
-
-    As is usual for enwik8, the first 90 million bytes are for training, the next 5 million for validation and the last
-    5 million for testing. A file of another size is split in the same proportions.
-    """
+    """Return the first byte and the end of each split of a file of `size` bytes, in the usual shares of enwik8."""
     first, second = size * 90 // 100, size * 95 // 100
     return {"train": (0, first), "validation": (first, second), "test": (second, size)}
 
@@ -140,15 +128,13 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
 class Windows(Dataset[dict[str, torch.Tensor]]):
     """Dataset of the windows of a file: `input_ids`, and the next tokens as `labels`, (seq_len,) each.
 
-    A token is a byte, or with another `dtype` a number in the file. A ValueError is raised if the span is too short
-    for a single window, or the stride is not in 1 .. seq_len.
+    A ValueError is raised if the span is too short for a single window, or the stride is not in 1 .. seq_len.
 
     For evaluation (no seed), the windows predict every token of the span except the first exactly once. Labels are
     -100 where an earlier window predicts the token, and where the last window extends beyond the span.
     For training (with a seed), all windows are full, and each epoch draws a new offset at which they begin.
 
-    Each access maps its window into memory and releases it at once: memory use does not grow with the file, and
-    nothing is copied into worker processes.
+    Each access maps its window into memory and releases it at once, so memory use does not grow with the file.
     """
 
     path: str | Path

@@ -1,9 +1,7 @@
 """The training loop, built on Accelerate, for all tasks and any number of processes.
 
-Each step takes a global batch, which is cut into micro-batches. Micro-batch k of step t holds the same samples and
-uses the same random numbers, regardless of the process that computes it and of earlier interruptions. A run therefore
-gives the same result for any number of processes (with the same `micro_batch_size`), and a resumed run the same result
-as an uninterrupted run.
+Micro-batch k of step t holds the same samples and uses the same random numbers in whichever process computes it, and
+after interruptions. So the result depends neither on these nor, given `micro_batch_size`, on the number of processes.
 """
 
 import math
@@ -279,10 +277,7 @@ class Run(Training):
         return results
 
     def write(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """Write the model, the results and the plot of the losses, all or none of them; return the results.
-
-        The results are published with the model, so paths in the recipe are reduced to file names (`portable`).
-        """
+        """Write the model, the results and the plot of the losses, all or none of them; return the results."""
         directory, device = Path(self.recipe.output_dir), self.accelerator.device
         curve = self.record.curve()
         results = {
@@ -295,7 +290,7 @@ class Run(Training):
             "seconds": round(self.record.seconds, 1),
             "losses": [{"step": step, "loss": loss, "learning_rate": rate} for step, loss, rate in curve],
             "evaluations": self.record.evaluations,
-            "recipe": portable(self.recipe.model_dump()),
+            "recipe": portable(self.recipe.model_dump()),  # since it is published with the model
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         }
         done = f"all steps are done and saved in {self.checkpoints.directory}"
@@ -314,8 +309,7 @@ class Run(Training):
     def close(self) -> None:
         """End the trackers and leave the process group, after everything that belongs to the group is freed.
 
-        Otherwise the last owner of the group is DDP's reducer. Its destructor waits for the thread of the group and
-        holds the GIL, which that thread may be waiting for.
+        The destructor of DDP's reducer, as the last owner, would wait for a thread that may wait for the GIL.
         """
         accelerator = self.accelerator
         vars(self).clear()
@@ -371,12 +365,10 @@ def peak_memory(device: torch.device) -> float:
 
 
 def portable(values: Any) -> Any:
-    """Replace paths in nested values by file names, because directories of this machine mean nothing elsewhere.
-
-    A relative path counts as a path only if it exists: `name/model` may also be an id on the Hub.
-    """
+    """Replace paths in nested values by file names, because directories of this machine mean nothing elsewhere."""
     if isinstance(values, dict):
         return {key: portable(value) for key, value in values.items()}
+    # A relative path must exist: `name/model` may also be an id on the Hub.
     if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and os.path.exists(values))):
         return Path(values).name
     return values

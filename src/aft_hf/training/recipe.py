@@ -18,12 +18,8 @@ from ..reading import PlainLoader, parse_yaml, read_text
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
-ALTERNATIVES = (
-    ("epochs", "steps"),
-    ("warmup_epochs", "warmup_steps"),
-    ("architecture", "pretrained"),
-    ("dataset", "train"),
-)
+ALTERNATIVES = {"epochs": "steps", "warmup_epochs": "warmup_steps", "architecture": "pretrained", "dataset": "train"}
+ALTERNATIVES |= {other: one for one, other in ALTERNATIVES.items()}
 
 # Keys of `data` that only `dataset` uses.
 OF_DATASET = {"dataset_config", "text_column"}
@@ -61,12 +57,8 @@ class Data(Section):
     dataset: Place | None = Field(None, description="In place of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
     workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
-    max_train_samples: Count | None = Field(
-        None, description="Number of training samples: the first, or random labeled images. null: all."
-    )
-    max_eval_samples: Count | None = Field(
-        None, description="Number of evaluated samples: the first, or random labeled images. null: all."
-    )
+    max_train_samples: Count | None = Field(None, description="First samples, or random labeled images. null: all.")
+    max_eval_samples: Count | None = Field(None, description="The same for each evaluated split.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -79,8 +71,7 @@ class Data(Section):
 
 
 class BytesData(Data):
-    """Files that are read as bytes, or a dataset whose texts are joined to a file for each split. A single file is
-    split by position (see `aft_hf.data.text.split_bytes`)."""
+    """Files that are read as bytes, or a dataset whose texts are joined; one file is split (see `split_bytes`)."""
 
     test: Place | None = Field(None, description="Test data: a file.")
     text_column: str = Field("text", description="Column of the dataset with the texts.")
@@ -100,9 +91,7 @@ class PixelsData(Data):
     image_column: str = Field("image", description="Column of the images.")
     image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
     flip: bool = Field(True, description="Flip half of the training images.")
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
-        10, description="Largest shift that is added to the values of an image."
-    )
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(10, description="Largest shift of the values.")
 
 
 class Augmentation(Section):
@@ -111,9 +100,7 @@ class Augmentation(Section):
     crop_scale: Pair | None = Field(None, description="Smallest and largest share of the area of crops. null: none.")
     flip: bool = Field(True, description="Flip half of the images.")
     rand_augment_operations: Natural = Field(0, description="RandAugment: operations per image.")
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(
-        9.0, description="RandAugment: mean magnitude, at most 10."
-    )
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(9.0, description="RandAugment: magnitude.")
     rand_augment_noise: NonNegative = Field(0.0, description="RandAugment: deviation of the magnitude.")
     erasing: Probability = Field(0.0, description="Probability that noise replaces a part of an image.")
     mixup: NonNegative = Field(0.0, description="Alpha of the Beta distribution of mixup. 0: off.")
@@ -190,8 +177,7 @@ class Recipe(Section, Generic[DataType]):
     paper: Paper | None = None
     model: dict[str, Any] = Field(
         description="Either `architecture`, a model type of transformers such as aft, or `pretrained`, a directory or "
-        "Hub id; and fields of the model's config. Those that follow from the data (vocabulary size, lengths, labels) "
-        "may be left out."
+        "Hub id; and fields of the model's config, except those that follow from the data (sizes, lengths, labels)."
     )
     data: DataType = Field(default_factory=dict, validate_default=True)
     optimizer: Optimizer
@@ -199,14 +185,10 @@ class Recipe(Section, Generic[DataType]):
     epochs: Positive | None = Field(None, description="Length of the training in epochs.")
     steps: Count | None = Field(None, description="Length of the training in steps, in place of epochs.")
     global_batch_size: Count = Field(description="Samples per optimizer step, over all processes.")
-    micro_batch_size: Count | None = Field(
-        None, description="Samples per forward pass. null: global_batch_size / processes."
-    )
+    micro_batch_size: Count | None = Field(None, description="Samples per forward pass. null: all of a process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
-    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     compile: bool = Field(False, description="Compile the model by torch.compile.")
     ema_decay: Decay | None = Field(None, description="Decay of the average of the weights that is saved. null: none.")
     label_smoothing: Share = Field(0.0, description="Label smoothing of the cross entropy.")
@@ -283,16 +265,12 @@ def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
-    """Load a recipe from a YAML file.
+    """Load a recipe from a YAML file; if it is invalid, a ValueError names the key, its value and what is allowed.
 
     The file may name another recipe as `base`, relative to its folder, whose values it overrides. With `smoke`, those
     of its section `smoke` are applied, for a run of a few seconds. The overrides, "dotted.key=value" with a value in
     YAML, come last. By default `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file; with
     `smoke`, outputs/smoke/..., unless the section `smoke` or an override names it.
-
-    Raises:
-        ValueError: the file does not exist or cannot be read, or the recipe is invalid; the message then names the
-            key, its value and what is allowed.
     """
     path = Path(path)
     values = _read(path, ())
@@ -388,7 +366,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value)
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
-    for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
+    for one, other in ALTERNATIVES.items():
         if more.get(one) is not None and other not in more:
             merged.pop(other, None)
     for key, value in more.items():

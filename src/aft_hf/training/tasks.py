@@ -60,10 +60,7 @@ VALIDATION_SHARE = 0.05  # of the training rows that are held out if there is no
 
 
 class Task(ABC):
-    """Base class of the tasks: the data, model, loss and metric for the training loop.
-
-    The constructor reads the data, and raises an OSError or a ValueError if that fails.
-    """
+    """Base class of the tasks: the data, which the constructor reads, model, loss and metric for the training loop."""
 
     auto_model: type[Any] = AutoModelForCausalLM
     unit: str  # unit of the throughput
@@ -225,10 +222,7 @@ class BytesTask(SequenceTask):
 
 
 class TokensTask(BytesTask):
-    """Prediction of the next token of a text, by any tokenizer.
-
-    `bits_per_byte` compares models with different tokenizers: it is `bits_per_token` x tokens / bytes of the split.
-    """
+    """Prediction of the next token of a text, by any tokenizer."""
 
     recipe: TokensRecipe
     units = ("token",)
@@ -249,6 +243,7 @@ class TokensTask(BytesTask):
 
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
         metrics = super().metrics(split, predictions, references)
+        # This compares models with different tokenizers.
         return metrics | {"bits_per_byte": metrics["bits_per_token"] * self.tokens_per_byte[split]}
 
 
@@ -418,10 +413,7 @@ def keep_image_format(data: ImagesData, config: PreTrainedConfig, processor: dic
 
 
 def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, Rows]:
-    """Return up to `limits.max_train_samples` or `limits.max_eval_samples` rows of each split.
-
-    They are the first ones or, if `shuffled`, drawn with a fixed seed: folders are sorted by class.
-    """
+    """Return the first rows of each split or, if `shuffled`, random ones, as many as the `limits` allow."""
     kept: dict[str, Rows] = {}
     for split, rows in splits.items():
         most = limits.max_train_samples if split == "train" else limits.max_eval_samples
