@@ -29,16 +29,14 @@ class TrainingImages(ImagePipeline):
         self.size, self.crop_scale, self.seed = (size, size), crop_scale, seed
 
     def pixels(self, image: Image.Image, key: SampleKey | None) -> torch.Tensor:
-        box = None
+        box: Any = None
         if self.crop_scale is not None and key is not None:
             box = crop_box(image.size, self.crop_scale, key.random(self.seed))
         resized = image.convert("RGB").resize(self.size, Image.Resampling.BICUBIC, box=box)
         return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
 
 
-def crop_box(
-    size: tuple[int, int], scale: Sequence[float], random: np.random.Generator
-) -> tuple[float, float, float, float]:
+def crop_box(size: tuple[int, int], scale: Sequence[float], random: np.random.Generator) -> tuple[float, ...]:
     """Draw a random crop (left, top, right, bottom) of an image of `size` (width, height), as for Inception.
 
     The share of the area is uniform in the range `scale`, the aspect ratio log-uniform in [3/4, 4/3]. If ten draws do

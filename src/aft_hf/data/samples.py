@@ -95,10 +95,10 @@ class RowSamples(Dataset[Sample]):
     rows: Rows
     make: Maker
     columns: Sequence[str] = ()  # whose content is the fingerprint; that of the images first
+    order: str = ""  # the end of the fingerprint: a digest of an unusual order of the classes
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the columns."""
-        return sum_rows(self.rows, *self.columns)
+        return sum_rows(self.rows, *self.columns) + self.order
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -185,8 +185,3 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         input_ids[: length - 1] = torch.from_numpy(values[:-1])
         labels[context : length - 1] = torch.from_numpy(values[1 + context :])
         return {"input_ids": input_ids, "labels": labels}
-
-
-def starts_character(byte: torch.Tensor) -> torch.Tensor:
-    """Return whether each byte of UTF-8 begins a character. Their count is the number of characters."""
-    return (byte & 0xC0) != 0x80

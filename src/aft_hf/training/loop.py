@@ -52,10 +52,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """Run a recipe to its end, from its newest checkpoint if it has any; return the content of `results.json`.
 
     Raises:
-        ValueError: the recipe does not fit the data, the checkpoint or the processes, or the loss or the weights are
-            not finite.
-        OSError: the data cannot be read, a checkpoint or the model cannot be written, or another process is training
-            in the same output directory.
+        ValueError: the recipe does not fit the data, checkpoint or processes, or the loss or weights are not finite.
+        OSError: data cannot be read, files cannot be written, or another process trains in the output directory.
         SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
     """
     join_processes()
@@ -102,9 +100,8 @@ class Run(Training):
         directory = Path(recipe.output_dir, "checkpoints")
         self.checkpoints = Checkpoints(self.accelerator, directory, keep=recipe.keep_checkpoints)
         self.record = Record()
-        # (step, loss of this process, learning rate) of the latest steps
-        self.on_device: list[tuple[int, torch.Tensor, float]] = []
-        self.data = task.fingerprint()
+        self.on_device: list[tuple[int, torch.Tensor, float]] = []  # latest steps: step, loss here, learning rate
+        self.data = task.train.fingerprint()
         self.step = self.resume()
         self.checkpoints.set_aside(self.step)
         if self.step > self.total:
@@ -321,8 +318,7 @@ def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
     trackers = [*map(str, get_available_trackers())]
     if recipe.tracker not in (None, *trackers):
-        known = ", ".join(trackers) or "none"
-        raise ValueError(f"tracker={recipe.tracker!r} is not installed; available: {known}; null: no tracker")
+        raise ValueError(f"tracker={recipe.tracker!r} is not installed; give null, or one of {', '.join(trackers)}")
     if recipe.mixed_precision == "fp16" and join_processes().device.type == "cpu":
         raise ValueError("mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or 'no'")
     accelerator = Accelerator(

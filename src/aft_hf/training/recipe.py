@@ -286,9 +286,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not all(key.split(".")):
-            raise ValueError(
-                f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
-            )
+            raise ValueError(f"{shown(override)} is not an override: write key=value, such as data.seq_len=64")
         given = _merge(given, {key: parse_yaml(value, shortened(override), loader=_Loader)})
     of_file, of_given = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, given))
     if "architecture" in of_file and of_given.get("pretrained"):

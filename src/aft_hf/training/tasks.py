@@ -1,7 +1,6 @@
 """The training tasks (bytes, tokens, pixels and images): their data, models, losses and metrics."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -44,7 +43,7 @@ from ..data.loading import (
     write_text,
 )
 from ..data.samples import START_TOKEN, Maker, PixelSequences, RowSamples
-from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
+from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, tokenize_file
 from ..errors import explained
 from ..limits import limited
 from ..loading import load, read_image_processor
@@ -59,11 +58,15 @@ OF_DATA = {"image_size", "num_labels", "label2id"}  # fields of a model's config
 VALIDATION_SHARE = 0.05  # of the training rows that are held out if there is no validation data
 
 
-class Task(ABC):
-    """Base class of the tasks: the data, which the constructor reads, model, loss and metric for the training loop."""
+class Task:
+    """Base class of the tasks: the data, which the constructor reads, model, loss and metric for the training loop.
+
+    Here, these are for the prediction of the next token: of `labels`, (B, T), from `input_ids`, (B, T).
+    """
 
     auto_model: type[Any] = AutoModelForCausalLM
-    unit: str  # unit of the throughput
+    units: tuple[str, ...]  # units of the code length
+    unit: str = "tokens"  # of the throughput
     units_per_sample: int = 1
     repetitions: int = 1  # consecutive copies of each sample
     train: Windows | RowSamples
@@ -121,13 +124,10 @@ class Task(ABC):
         known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
         return {name: value for name, value in self.config_values.items() if name in known}
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the training data, which a resumed run compares."""
-        return self.train.fingerprint()
-
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the training loss, a mean over the batch. The model may be wrapped, for example by DDP."""
+        outputs = model(input_ids=batch["input_ids"], use_cache=False)
+        return self.regularized(model, outputs, outputs.logits.flatten(0, 1), batch["labels"].flatten())
 
     def regularized(self, model: nn.Module, outputs: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the cross entropy, plus the regularization of an AFT-conv's position biases (Eq. 9)."""
@@ -138,40 +138,25 @@ class Task(ABC):
         config: Any = getattr(model, "module", model).config
         return loss + config.position_bias_entropy_weight * entropy
 
-    @abstractmethod
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and references for the metric, one row per sample."""
+        """Return predictions and references for the metric, a row for each sample.
 
-    @abstractmethod
-    def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
-        """Return the metrics of a split by name, from the `scores` of all its samples."""
-
-
-class SequenceTask(Task):
-    """Next-token prediction on `input_ids` and `labels`, (B, T) each, where labels are already shifted."""
-
-    unit = "tokens"
-    units: tuple[str, ...]  # units of the code length
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        outputs = model(input_ids=batch["input_ids"], use_cache=False)
-        return self.regularized(model, outputs, outputs.logits.flatten(0, 1), batch["labels"].flatten())
-
-    def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of each row in nats, (B,), and its number of each unit, (B, units)."""
+        Here, these are its loss in nats, (B,), and its number of each unit, (B, units).
+        """
         logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits.float(), batch["labels"]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
         counted = labels != IGNORED
         counts = [counted.sum(1)]
-        if "character" in self.units:
-            counts.append((counted & starts_character(labels)).sum(1))
+        if "character" in self.units:  # each begins at a byte that is no continuation byte of UTF-8
+            counts.append((counted & ((labels & 0xC0) != 0x80)).sum(1))
         return losses.double().sum(1), torch.stack(counts, 1)
 
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
+        """Return the metrics of a split by name, from the `scores` of all its samples."""
         return code_length(predictions, references, self.units)
 
 
-class BytesTask(SequenceTask):
+class BytesTask(Task):
     """Prediction of the next byte of a file, or of the texts of a dataset."""
 
     recipe: BytesRecipe
@@ -247,7 +232,7 @@ class TokensTask(BytesTask):
         return metrics | {"bits_per_byte": metrics["bits_per_token"] * self.tokens_per_byte[split]}
 
 
-class PixelsTask(SequenceTask):
+class PixelsTask(Task):
     """Prediction of the next sub-pixel of an image."""
 
     units = ("dim",)
@@ -294,7 +279,8 @@ class ImagesTask(Task):
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
         if given := recipe.model.get("id2label"):
             names = labels = ordered_classes(given, labels)
-        self.order = "" if labels == class_names(splits["train"], data.label_column) else str(labels)
+        is_usual = labels == class_names(splits["train"], data.label_column)
+        order = "" if is_usual else sha256(str(labels).encode()).hexdigest()
         self.config_values = {
             "modality": "image",
             "image_size": data.image_size,
@@ -321,14 +307,10 @@ class ImagesTask(Task):
                 make: Maker = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
             else:
                 make = ImagePipeline(self.processor, **options)
-            samples[split] = RowSamples(rows, make, [*columns.values()])
+            samples[split] = RowSamples(rows, make, [*columns.values()], order)
         self.train, self.evaluated = samples.pop("train"), samples
         self.augment = BatchAugmentation(len(names), data.image_mean, data.image_std, augmentation)
         self.repetitions = augmentation.repetitions
-
-    def fingerprint(self) -> str:
-        # Without the order of the data, as in checkpoints of earlier versions.
-        return super().fingerprint() + (self.order and sha256(self.order.encode()).hexdigest())
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
@@ -363,9 +345,7 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
                     files[split] = join_texts(rows, data.text_column)
             return files
     if data.train is None:
-        raise ValueError(
-            "no data: give data.train=FILE (any file), data.train=generated, or data.dataset=ID of the Hub"
-        )
+        raise ValueError("no data: give data.train=FILE (of any type) or generated, or data.dataset=ID of the Hub")
     if data.train == GENERATED:
         files["train"] = write_text(output_dir)
     for split, file in files.items():
