@@ -22,10 +22,8 @@ def build_byte_tokenizer(
     Args:
         model_max_length: the maximum input length of the model in tokens. Default: no limit.
         **special_tokens: a token for each role in transformers, such as `bos_token="<s>"`.
-            Default: `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None omits a token.
-
-    Raises:
-        ValueError: a role is unknown to transformers.
+            Default: `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None omits a token. A role
+            that is unknown to transformers is a ValueError.
     """
     roles = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
     if unknown := special_tokens.keys() - set(roles):

@@ -45,10 +45,7 @@ def model_classes(config: PreTrainedConfig) -> list[str]:
 
 
 def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[int]:
-    """Return the number that each class of a student has in its teacher, which must have the same classes.
-
-    Classes are matched by name, or by number (with a warning) if just one of the two has class names.
-    """
+    """Return the number that each class of a student has in its teacher, which has the same (see `matched_places`)."""
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
     theirs, ours = model_classes(teacher), model_classes(student)

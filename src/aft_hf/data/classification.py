@@ -18,11 +18,7 @@ from .samples import SampleKey
 
 
 class TrainingImages(ImagePipeline):
-    """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`.
-
-    `crop_scale` is the smallest and largest area of the random crops, as a share of the image; None: the whole image.
-    The other options are those of `ImagePipeline`.
-    """
+    """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`; see `crop_box` for crops."""
 
     def __init__(self, size: int, crop_scale: Sequence[float] | None, seed: int, **options: Any):
         super().__init__(None, **options)
@@ -107,9 +103,8 @@ def _random_range(length: int, share: float) -> tuple[int, int]:
 class RandAugment(nn.Module):
     """RandAugment (Cubuk et al. 2019) as in DeiT: operations for each image of a batch, each with probability 1/2.
 
-    `operations` are drawn for each image, with replacement; kornia's own draws them for a whole batch. Their magnitude
-    has the mean `magnitude` and the standard deviation `noise`, and is clipped to 0 .. 10. `fill` is the color, in
-    [0, 1], outside of moved images.
+    Each image has operations of its own, unlike with kornia, of a magnitude with the mean `magnitude` and the standard
+    deviation `noise`, clipped to 0 .. 10. `fill` is the color, in [0, 1], outside of moved images.
     """
 
     def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
@@ -173,5 +168,4 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "translate_x": lambda images, strength: translate(images, _along(0, 0.45 * images.shape[-1] * strength)),
     "translate_y": lambda images, strength: translate(images, _along(1, 0.45 * images.shape[-2] * strength)),
 }
-# These fill what they uncover with zeros.
-GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")  # these fill what they uncover with zeros

@@ -62,17 +62,14 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
 
 
 def check_file(path: str | Path, name: str | None = None) -> Path:
-    """Return the path of a regular file of 1 .. `MAX_BYTES` bytes (those in /proc have 0), or raise an `ImageError`.
-
-    Reading a pipe or a device might block or never end.
-    """
+    """Return the path of a regular file of 1 .. `MAX_BYTES` bytes (in /proc they have 0), or raise an `ImageError`."""
     name = shortened(name or str(path))
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
         where = "" if os.path.isabs(path) else " in the working directory"
         raise ImageError(f"{name}: no such file{where}") from error
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might block or never end
         raise ImageError(f"{name}: is not a regular file")
     if not 0 < status.st_size <= MAX_BYTES:
         raise ImageError(f"{name}: cannot be read as an image: it has {status.st_size} of 1 .. {MAX_BYTES} bytes")

@@ -80,21 +80,17 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
     if (place / "state.json").is_file():
         raise ValueError(f"{name}: is a dataset of save_to_disk; save it as a file (Dataset.to_parquet), and give it")
     try:
-        splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
+        cache = None
+        if place.is_dir():  # a cache for the present content: `datasets` compares only times, and only paths of images
+            files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
+            paths = [path for split in files.values() for path in map(Path, split)]
+            sums = [sha256(path) for path in paths if path.suffix.lower() not in SUFFIXES]
+            cache = str(cached((load_named.__name__, sums), "rows"))
+        splits = load_dataset(name, config_name, cache_dir=cache)
     except Exception as error:  # of any type, and mostly without the name
         raise ValueError(f"{name}: cannot be loaded ({described(error.__cause__ or error)})") from error
     kept = [split for split in ("train", "validation", "test") if split in splits]
     return DatasetDict({split: with_safe_images(splits[split]) for split in kept})
-
-
-def _own_cache(name: str, config_name: str | None) -> str | None:
-    """Return a cache directory for the present content of a local dataset, of which `datasets` compares only times."""
-    if not Path(name).is_dir():
-        return None
-    splits = datasets.load_dataset_builder(name, config_name).config.data_files or {}
-    # Of images, only the paths are cached.
-    tables = [path for files in splits.values() for path in map(Path, files) if path.suffix.lower() not in SUFFIXES]
-    return str(cached((load_named.__name__, [sha256(path) for path in tables]), "rows"))
 
 
 def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) -> Dataset:

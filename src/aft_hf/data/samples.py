@@ -46,10 +46,7 @@ Maker = Callable[[Row, SampleKey | None], Sample]
 
 
 def image_of(row: Row, column: str) -> Image.Image:
-    """Return the image in a column of a row: a decoded one, the content of a file, its path, or both.
-
-    A path is that of a local file, never an address. An `ImageError` is raised if there is no image.
-    """
+    """Return the image in a column of a row: a decoded one, the content of a file, its path (no address), or both."""
     value, name = row[column], None
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         value, name = value["bytes"] or value["path"], value["path"]
@@ -66,8 +63,7 @@ class PixelSequences:
     """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
     Pixels are in raster order, the channels of a pixel side by side. Images of another size are resized (mean over
-    areas). Samples with a key are augmented: by a horizontal flip with probability 1/2, and a random shift of the
-    brightness, clipped to 0 .. 255.
+    areas). Samples with a key are flipped with probability 1/2, and their brightness is shifted, within 0 .. 255.
     """
 
     options: Any  # `PixelsData` of a recipe
@@ -134,21 +130,19 @@ class GlobalBatches(Sampler[list[SampleKey]]):
     processes: int = 1
     repetitions: int = 1
 
-    def __post_init__(self) -> None:
-        self.steps_per_epoch = steps_per_epoch(self.num_samples, self.global_batch_size)
-        self.micro_batches = self.global_batch_size // self.micro_batch_size
-
     def __iter__(self) -> Iterator[list[SampleKey]]:
+        steps = steps_per_epoch(self.num_samples, self.global_batch_size)
+        micro_batches = self.global_batch_size // self.micro_batch_size
         epoch, order = -1, np.empty(0, int)
         for step in range(self.start, self.stop):
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
+            if step // steps != epoch:
+                epoch = step // steps
                 order = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
-            first = step % self.steps_per_epoch * self.global_batch_size
+            first = step % steps * self.global_batch_size
             places = range(first, first + self.global_batch_size)
             batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
-            for k in range(self.process, self.micro_batches, self.processes):
-                yield batch[k :: self.micro_batches]
+            for k in range(self.process, micro_batches, self.processes):
+                yield batch[k::micro_batches]
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:

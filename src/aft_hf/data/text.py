@@ -32,8 +32,7 @@ LOSSY = (  # the end of a warning
     "for example to lower case: what is lost costs no bits, so do not compare bits_per_byte with that of another "
     "tokenizer"
 )
-# The label of bytes that do not count in the loss: the default `ignore_index` of PyTorch.
-IGNORED = -100
+IGNORED = -100  # the label of what does not count in the loss: the default `ignore_index` of PyTorch
 
 
 def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
@@ -141,8 +140,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     span: tuple[int, int] | None = None  # first token and end of the part to use; None: the whole file
     _: KW_ONLY
     seq_len: int  # T, the number of predicted tokens per window
-    # Tokens from one window to the next in evaluation; None: `seq_len`. The others of a window are only context.
-    stride: int | None = None
+    stride: int | None = None  # tokens from one window to the next in evaluation, the others are context; None: all
     seed: int | None = None  # of the offsets in training; the dataset is then indexed by `SampleKey`
     limit: int | None = None  # the number of windows to use, the first ones; None: all
     dtype: str = "uint8"  # of the tokens in the file
@@ -163,7 +161,6 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
             self.windows = max(1, (self.predicted - length + 1) // length)  # leaves room for the offset
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the bytes of the tokens."""
         return sum_file(self.path, (self.start * self.token_bytes, self.stop * self.token_bytes))
 
     def __len__(self) -> int:

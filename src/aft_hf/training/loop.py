@@ -304,12 +304,9 @@ class Run(Training):
         return results
 
     def close(self) -> None:
-        """End the trackers and leave the process group, after everything that belongs to the group is freed.
-
-        The destructor of DDP's reducer, as the last owner, would wait for a thread that may wait for the GIL.
-        """
+        """End the trackers and leave the process group, after everything that belongs to the group is freed."""
         accelerator = self.accelerator
-        vars(self).clear()
+        vars(self).clear()  # DDP's reducer as the last owner would wait for a thread that may wait for the GIL
         accelerator.free_memory()
         accelerator.end_training()
 

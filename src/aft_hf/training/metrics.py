@@ -8,11 +8,8 @@ from torch.nn import functional as F
 
 
 def accuracy(scores: torch.Tensor, labels: torch.Tensor, top_k: Sequence[int] = (1,)) -> dict[str, float]:
-    """Return the share of samples whose label, (n,), is among the k highest scores, (n, classes), for each k.
-
-    Among equal scores, that of the first class counts as the highest, as with argmax.
-    """
-    ranking = scores.argsort(dim=1, descending=True, stable=True)  # the best class first
+    """Return the share of samples whose label, (n,), is among the k highest scores, (n, classes), for each k."""
+    ranking = scores.argsort(dim=1, descending=True, stable=True)  # of equal scores the first, as with argmax
     hits = ranking == labels[:, None]
     return {"accuracy" if k == 1 else f"top_{k}_accuracy": hits[:, :k].any(1).double().mean().item() for k in top_k}
 

@@ -20,13 +20,8 @@ from ..reading import PlainLoader, parse_yaml, read_text
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
 ALTERNATIVES = {"epochs": "steps", "warmup_epochs": "warmup_steps", "architecture": "pretrained", "dataset": "train"}
 ALTERNATIVES |= {other: one for one, other in ALTERNATIVES.items()}
-
-# Keys of `data` that only `dataset` uses.
-OF_DATASET = {"dataset_config", "text_column"}
-
-# The fields of `ImagesData` that `model.pretrained` has values of its own for.
-OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
-
+OF_DATASET = {"dataset_config", "text_column"}  # keys of `data` that only `dataset` uses
+OF_PRETRAINED = {"image_size", "image_mean", "image_std"}  # keys of which `model.pretrained` has values of its own
 DEEPEST = 20  # dots in a key
 NOT_IN_NAMES = re.compile(r"[\0\ud800-\udfff]")  # of files, which can be neither NUL nor half of a surrogate pair
 
@@ -113,14 +108,10 @@ class ImagesData(Data):
 
     image_column: str = Field("image", description="Column of the images.")
     label_column: str = Field("label", description="Column of the labels.")
-    image_size: Count = Field(224, description="Side in pixels. Of model.pretrained: its own.")
+    image_size: Count = Field(224, description="Side in pixels. Of model.pretrained: its own, as are mean and std.")
     eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
-    image_mean: Annotated[list[Finite], Three] = Field(
-        [0.485, 0.456, 0.406], description="Mean of each channel, for normalization. Of model.pretrained: its own."
-    )
-    image_std: Annotated[list[Positive], Three] = Field(
-        [0.229, 0.224, 0.225], description="Standard deviation of each channel. Of model.pretrained: its own."
-    )
+    image_mean: Annotated[list[Finite], Three] = Field([0.485, 0.456, 0.406], description="Mean of each channel.")
+    image_std: Annotated[list[Positive], Three] = Field([0.229, 0.224, 0.225], description="Standard deviations.")
     augmentation: Augmentation = Augmentation()
 
 

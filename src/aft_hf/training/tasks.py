@@ -70,8 +70,7 @@ class Task:
     units_per_sample: int = 1
     repetitions: int = 1  # consecutive copies of each sample
     train: Windows | RowSamples
-    # Datasets by split; the first is evaluated during training, all of them at the end.
-    evaluated: Mapping[str, Dataset[Any]]
+    evaluated: Mapping[str, Dataset[Any]]  # by split: the first during training, all of them at the end
     config_values: dict[str, Any]  # fields of the model's config that follow from the data
     processor: Any = None  # tokenizer or image processor, saved with the model
 
@@ -94,10 +93,8 @@ class Task:
             source = fields.pop("pretrained")
             values = self._fitting(type(self.pretrained)) | fields
             # Train in float32 whatever dtype was saved: half precision would lose small updates.
-            values["dtype"] = torch.float32
-            model, info = load(
-                self.auto_model, source, ignore_mismatched_sizes=True, output_loading_info=True, **values
-            )
+            values |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = load(self.auto_model, source, **values)
             # Embeddings, position biases and classifiers depend on the data; the other weights of layers do not.
             of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|attention_bias|classifier|head|score")
             differing = sorted(name for name, *_ in info["mismatched_keys"])
@@ -303,10 +300,9 @@ class ImagesTask(Task):
         for split, rows in some_rows(hold_out(splits, VALIDATION_SHARE), data, shuffled=True).items():
             with explained(f"the {split} data"):
                 options: dict[str, Any] = columns | {"numbers": class_numbers(rows, data.label_column, labels)}
+            make: Maker = ImagePipeline(self.processor, **options)
             if split == "train":
-                make: Maker = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
-            else:
-                make = ImagePipeline(self.processor, **options)
+                make = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
             samples[split] = RowSamples(rows, make, [*columns.values()], order)
         self.train, self.evaluated = samples.pop("train"), samples
         self.augment = BatchAugmentation(len(names), data.image_mean, data.image_std, augmentation)
