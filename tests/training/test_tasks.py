@@ -180,8 +180,8 @@ def test_the_recipe_orders_the_classes(tmp_path, images):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"id2label": {0: "light", 1: "dark", 2: "blue"}}, r"the data has the 3 classes .*; give exactly these names"),
-        ({"id2label": {0: "light", 1: "dark", 2: "red", 3: "red"}}, "the data has the 3 classes"),
+        ({"id2label": {0: "light", 1: "dark", 2: "blue"}}, r"id2label=.*'blue'.*: give all 3 classes .*'red'"),
+        ({"id2label": {0: "light", 1: "dark", 2: "red", 3: "red"}}, "give all 3 classes of the data"),
         ({"id2label": {"zero": "light", 1: "dark", 2: "red"}}, "model.id2label: must map each class number to its"),
         ({"id2label": ["light", "dark", "red"]}, "model.id2label: must map each class number to its name"),
         (

@@ -34,5 +34,5 @@ def build_byte_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(given.values()))
-    limits = {} if model_max_length is None else {"model_max_length": model_max_length}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **given, **limits)
+    options = {"clean_up_tokenization_spaces": False, "model_max_length": model_max_length}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given, **options)

@@ -59,24 +59,23 @@ class BatchAugmentation(nn.Module):
 
     def __init__(self, num_classes: int, mean: list[float], std: list[float], options: Any):
         super().__init__()
-        self.num_classes, self.mixup, self.cutmix = num_classes, options.mixup, options.cutmix
+        self.num_classes, self.mean, self.options = num_classes, mean, options
         self.flip = augmentation.RandomHorizontalFlip() if options.flip else nn.Identity()
-        magnitude, noise = options.rand_augment_magnitude, options.rand_augment_noise
-        self.rand_augment = RandAugment(options.rand_augment_operations, magnitude, noise, mean)
         self.normalize = augmentation.Normalize(torch.tensor(mean), torch.tensor(std))
         erasing = options.erasing
         self.erase = augmentation.RandomErasing(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), p=erasing) if erasing else None
 
     @torch.no_grad()
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = self.normalize(self.rand_augment(self.flip(pixels.float() / 255)))
+        pixels = self.normalize(rand_augment(self.flip(pixels.float() / 255), self.options, self.mean))
         if self.erase is not None:
             # kornia erases to a constant: an erased image of ones is the mask for the noise.
             pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))
         targets = F.one_hot(labels, self.num_classes).to(pixels.dtype)
         # Mix with the reversed batch, by mixup (Zhang et al. 2018), CutMix (Yun et al. 2019) or one of them at random.
-        cut = self.cutmix > 0 and (self.mixup == 0 or torch.rand(()).item() < 0.5)
-        alpha = self.cutmix if cut else self.mixup
+        mixup, cutmix = self.options.mixup, self.options.cutmix
+        cut = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 0.5)
+        alpha = cutmix if cut else mixup
         if alpha == 0:
             return pixels, targets
         # kornia's mixup draws the share uniformly, not from Beta(alpha, alpha).
@@ -100,33 +99,26 @@ def _random_range(length: int, share: float) -> tuple[int, int]:
     return max(centre - half, 0), min(centre + half, length)
 
 
-class RandAugment(nn.Module):
-    """RandAugment (Cubuk et al. 2019) as in DeiT: operations for each image of a batch, each with probability 1/2.
+def rand_augment(images: torch.Tensor, options: Any, color: Sequence[float]) -> torch.Tensor:
+    """Augment (B, 3, H, W) images in [0, 1] by RandAugment (Cubuk et al. 2019) as in DeiT.
 
-    Each image has operations of its own, unlike with kornia, of a magnitude with the mean `magnitude` and the standard
-    deviation `noise`, clipped to 0 .. 10. `fill` is the color, in [0, 1], outside of moved images.
+    Unlike with kornia, each image has operations of its own, each with probability 1/2. Magnitudes, from 0 to 10, have
+    the mean and the deviation in `options`, `data.augmentation` of a recipe. `color`, in [0, 1], is around moved ones.
+    Random numbers come from the CPU's generator on any device.
     """
-
-    def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
-        super().__init__()
-        self.operations, self.magnitude, self.noise = operations, magnitude, noise
-        self.fill = torch.tensor(fill).view(-1, 1, 1)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Augment (B, 3, H, W) images in [0, 1]. Random numbers come from the CPU's generator on any device."""
-        batch = len(images)
-        for _ in range(self.operations):
-            chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < 0.5, -1)
-            level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, 10) / 10
-            strength = level * (1 - 2 * torch.randint(2, (batch,)))
-            images = images.clone()
-            for number, (name, operation) in enumerate(OPERATIONS.items()):
-                rows = (chosen == number).nonzero()[:, 0]
-                if len(rows):
-                    fill = self.fill.to(images.device) if name in GEOMETRIC else 0
-                    few, few_strengths = images[rows.to(images.device)], strength[rows].to(images.device)
-                    images[rows.to(images.device)] = (operation(few - fill, few_strengths) + fill).clamp(0, 1)
-        return images
+    batch, device, background = len(images), images.device, torch.tensor(color, device=images.device).view(-1, 1, 1)
+    for _ in range(options.rand_augment_operations):
+        chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < 0.5, -1)
+        level = (options.rand_augment_magnitude + options.rand_augment_noise * torch.randn(batch)).clamp(0, 10) / 10
+        strength = level * (1 - 2 * torch.randint(2, (batch,)))
+        images = images.clone()
+        for number, (name, operation) in enumerate(OPERATIONS.items()):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                fill = background if name in GEOMETRIC else 0
+                few, few_strengths = images[rows.to(device)], strength[rows].to(device)
+                images[rows.to(device)] = (operation(few - fill, few_strengths) + fill).clamp(0, 1)
+    return images
 
 
 def _factor(strength: torch.Tensor) -> torch.Tensor:

@@ -68,8 +68,8 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
 def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the class names of a model that is trained on a dataset, and the dataset's names of the same classes.
 
-    Both are the names of the dataset (`class_names`). A model with the same classes keeps their order. A model with as
-    many classes keeps its names, with a warning, if the labels of the dataset are integers.
+    A model with the same classes keeps their order. A model with as many classes keeps its names, with a warning, if
+    the labels of the dataset are integers.
     """
     names, feature = class_names(dataset, column), dataset.features[column]
     if len(names) < 2:
@@ -94,18 +94,12 @@ def ordered_classes(id2label: Mapping[Any, Any], names: Sequence[str]) -> list[s
     with explained("model.id2label: must map each class number to its name"):
         given = [str(id2label[number]) for number in sorted(id2label, key=int)]
     if sorted(given) != sorted(names):
-        raise ValueError(
-            f"model.id2label: the data has the {len(names)} classes {shown(names)}; give exactly these names, in the "
-            f"order that you want, or leave it out, got {shown(given)}"
-        )
+        raise ValueError(f"model.id2label={shown(given)}: give all {len(names)} classes of the data: {shown(names)}")
     return given
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:
-    """Return the number of each label of a column in a model, which must have all classes that occur.
-
-    Classes are matched by name, or by number (with a warning) if the data or the model has no class names.
-    """
+    """Return the number of each label of a column in a model: by name or, with a warning, as by `matched_places`."""
     given, feature, occurring = class_names(dataset, column), dataset.features[column], unique_labels(dataset, column)
     if isinstance(feature, ClassLabel):  # which may declare classes that do not occur
         numbers = sorted({*occurring} & {*range(len(given))})
@@ -146,9 +140,8 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
 def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     """Build the augmentation of batches of (height, width) images; None for "none".
 
-    "shift" translates an image by up to a sixteenth of its sides, for digits and other images that must not be
-    flipped. "crop" translates it by up to an eighth and flips it, as is usual for CIFAR-10. "resized_crop" cuts out 8
-    to 100 % of the area and flips it, as is usual for ImageNet. Random numbers come from PyTorch's global generator.
+    "shift" moves an image by up to a sixteenth of its sides, "crop" by up to an eighth, and flips it, "resized_crop"
+    cuts out 8 to 100 % of the area, and flips it. Random numbers come from PyTorch's global generator.
     """
     height, width = size
     sixteenth = (max(width // 16, 1), max(height // 16, 1))  # kornia's order: left and right, top and bottom

@@ -38,10 +38,7 @@ def load_splits(
     *,
     labeled: bool = True,
 ) -> DatasetDict:
-    """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
-
-    They are those of a dataset (see `load_named`), or of files or folders (see `load_local`, also for `labeled`).
-    """
+    """Load "train" and "validation" of a dataset or of files, as far as they exist; "test" replaces "validation"."""
     paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
     if (dataset_name is None) == (not paths):
         raise ValueError(
@@ -60,11 +57,7 @@ def load_splits(
 
 
 def load_named(name: str, config_name: str | None = None) -> DatasetDict:
-    """Load the splits "train", "validation" and "test", as far as they exist.
-
-    The name is that of a dataset on the Hub, of a local one that `datasets` can load, or of a file, which is "train".
-    A ValueError is raised if `datasets` would read other files or addresses in place of a local dataset's files.
-    """
+    """Load "train", "validation" and "test" of a dataset of the Hub, a local one, or a file, which is "train"."""
     place = Path(name)
     if place.is_file():
         if config_name is not None:
@@ -72,6 +65,7 @@ def load_named(name: str, config_name: str | None = None) -> DatasetDict:
         return DatasetDict(train=load_local(name))
     if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
         raise ValueError(f"{name}: datasets reads *, ?, [ and :: in a path as a pattern; rename the directory")
+    # `datasets` would also read addresses in place of a local dataset's files.
     for file, read in ((place / "README.md", parse_header), (place / ".huggingface.yaml", parse_yaml)):
         if file.is_file():
             values = read(read_text(file), str(file))

@@ -64,10 +64,10 @@ def join_texts(dataset: datasets.Dataset, column: str) -> Path:
 
 
 def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[Path, int]:
-    """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`, once (see `cached`).
+    """Write the tokens of a part of a text file to a file, once (see `cached`); return its path and the text's bytes.
 
     The first byte and the end, `span`, are moved to the next character that begins there or later. No special tokens
-    are added; one that is written in the text is a single token. Returns the path, and the bytes of the text.
+    are added; one that is written in the text is a single token.
     """
     start, stop = (_character_start(source, byte) for byte in span)
     with TemporaryDirectory() as directory:  # the rules of a tokenizer are in all of its files

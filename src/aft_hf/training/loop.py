@@ -41,10 +41,9 @@ from .tasks import TASKS
 # Their versions affect results.
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
 
-# Keys of a recipe that may differ between a checkpoint and the run that resumes from it.
+# Keys of a recipe that may differ between a checkpoint and the run that resumes from it; the content of data may not.
 FREE = ["notes", "paper", "epochs", "steps", "output_dir", "resume", "tracker", "micro_batch_size"]
 FREE += ["mixed_precision", "gradient_checkpointing", "compile", "evaluate_every", "save_every", "keep_checkpoints"]
-# Of the training data and its tokens, the content is compared.
 FREE_DATA = {"max_eval_samples", "workers", "train", "validation", "test", "dataset", "tokenizer"}
 
 
@@ -275,8 +274,7 @@ class Run(Training):
 
     def write(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Write the model, the results and the plot of the losses, all or none of them; return the results."""
-        directory, device = Path(self.recipe.output_dir), self.accelerator.device
-        curve = self.record.curve()
+        directory, device, curve = Path(self.recipe.output_dir), self.accelerator.device, self.record.curve()
         results = {
             "metrics": metrics,
             "steps": self.total,
@@ -329,10 +327,9 @@ def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
         raise ValueError("recipes do not train with DeepSpeed: use FSDP2 (configs/accelerate/fsdp2.yaml)")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # it would wrap the model
         raise ValueError("recipes are compiled by compile=true: leave out the dynamo backend of accelerate launch")
-    if recipe.tracker is not None:
-        # Trackers write files beside the model, which may be published: paths are reduced to file names.
-        values = flatten_dict(portable(recipe.model_dump()))
-        accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
+    # Trackers write files beside the model, which may be published: paths are reduced to file names.
+    values = flatten_dict(portable(recipe.model_dump()))
+    accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
     return accelerator
 
 
@@ -342,8 +339,7 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
         model.activation_checkpointing_enable({"use_reentrant": False})
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
-        # By default FSDP wraps all classes in `_no_split_modules`. These may include the embeddings, which Accelerate
-        # wraps separately, and classes that this model does not have.
+        # By default, these are `_no_split_modules`: also embeddings, and classes that this model does not have.
         blocks = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
     if recipe.compile:

@@ -1,7 +1,6 @@
 """AdamW with parameter groups for AFT models, and an exponential moving average (EMA) of the weights.
 
-The average is kept in the state of the optimizer, so every strategy saves, loads and shards it like the moments of
-AdamW. The `AveragedModel` of torch is a second model, which checkpoints of Accelerate leave out.
+The average is kept in the state of the optimizer, so that it is saved, loaded and sharded like the moments of AdamW.
 """
 
 from collections.abc import Iterator

@@ -136,10 +136,7 @@ class Task:
         return loss + config.position_bias_entropy_weight * entropy
 
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and references for the metric, a row for each sample.
-
-        Here, these are its loss in nats, (B,), and its number of each unit, (B, units).
-        """
+        """Return predictions, (B, ...), and references for the metric: here losses in nats and numbers of units."""
         logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits.float(), batch["labels"]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
         counted = labels != IGNORED
@@ -208,16 +205,13 @@ class TokensTask(BytesTask):
 
     recipe: TokensRecipe
     units = ("token",)
-
-    def __init__(self, recipe: TokensRecipe):
-        self.tokens_per_byte: dict[str, float] = {}
-        super().__init__(recipe)
+    tokens_per_byte: Mapping[str, float] = {}  # by split
 
     def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
         with PartialState().local_main_process_first():
             path, num_bytes = tokenize_file(Path(file), span, self.processor)
         windows = Windows(path, seq_len=self.recipe.data.seq_len, dtype=TOKEN_DTYPE, **options)
-        self.tokens_per_byte[split] = (windows.stop - windows.start) / num_bytes
+        self.tokens_per_byte = {**self.tokens_per_byte, split: (windows.stop - windows.start) / num_bytes}
         return windows
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
