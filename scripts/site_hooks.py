@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import griffe
 from latex2mathml.converter import convert
@@ -109,13 +110,55 @@ def _type(annotation) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
-def _recipe_keys() -> str:
-    """Return the keys of recipes with their types, ranges and defaults: those that `aft-hf train --explain` prints."""
-    from aft_hf.training.recipe import explain_keys
+# Keys of a recipe's file that its schema lacks, since `load_recipe` resolves them.
+FILE_KEYS = {
+    "base": ("text, optional", "Another recipe, relative to this file, whose values this one overrides."),
+    "smoke": ("mapping, optional", "Values that replace others with --smoke, for a run of a few seconds."),
+}
 
-    text = re.sub(r"^(\S+): (.*)\n", r"- **`\1`** (\2):\n", explain_keys(), flags=re.MULTILINE)
-    text = re.sub(r"^(?=Keys of|Other keys)", "## ", text, flags=re.MULTILINE)
-    return f"# Keys of recipes\n\n[Training from recipes](../training.md#write-a-recipe) has an example.\n\n{text}"
+
+def _recipe_keys() -> str:
+    """Return the type, default and meaning of every key of recipes: those of all tasks, then those of each task."""
+    from aft_hf.training.recipe import RECIPES
+
+    keys = {task: _entries(kind.model_json_schema()) for task, kind in RECIPES.items()}
+    shared = set.intersection(*(set(entries.items()) for entries in keys.values()))
+    sections = {"Keys of every recipe": shared | FILE_KEYS.items()}
+    sections |= {f"Other keys with task: {task}": entries.items() - shared for task, entries in keys.items()}
+    parts = ["# Keys of recipes", "[Training from recipes](../training.md#write-a-recipe) has an example."]
+    for title, entries in sections.items():
+        parts.append(f"## {title}")
+        parts.append("\n".join(f"- **`{key}`** ({kind}): {meaning}" for key, (kind, meaning) in sorted(entries)))
+    return "\n\n".join(parts)
+
+
+def _entries(
+    section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, tuple[str, str]]:
+    """Return the types and meanings of the keys of a section by key, from its JSON schema."""
+    schema = schema or section
+    entries: dict[str, tuple[str, str]] = {}
+    for name, field in section["properties"].items():
+        (kind,) = (each for each in field.get("anyOf", [field]) if each.get("type") != "null")
+        key = f"{prefix}{name}"
+        if "$ref" in kind:
+            entries |= _entries(schema["$defs"][kind["$ref"].rpartition("/")[2]], schema, f"{key}.")
+        else:
+            default = f"default {json.dumps(field['default'])}" if "default" in field else "required"
+            has_other = field.get("default", "") is None or "Default:" in field["description"]
+            optional = "optional" if has_other else default
+            entries[key] = (f"{_type_of(kind)}, {optional}", field["description"])
+    return entries
+
+
+def _type_of(kind: dict[str, Any]) -> str:
+    """Describe the JSON schema of a value, with its bounds."""
+    if "enum" in kind or "const" in kind:
+        return " or ".join(kind.get("enum", [kind.get("const")]))
+    names = {"string": "text", "boolean": "true or false", "object": "mapping", "array": "list"}
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {kind[name]}" for name, sign in signs.items() if kind.get(name, 2**63) < 2**63]
+    return f"{names.get(kind['type'], kind['type'])} {' and '.join(bounds)}".rstrip()
 
 
 def _page(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from aft_hf.data import classification
-from aft_hf.data.classification import OPERATIONS, BatchAugmentation, RandAugment, TrainingImages, crop_box
+from aft_hf.data.classification import OPERATIONS, BatchAugmentation, TrainingImages, crop_box, rand_augment
 from aft_hf.data.samples import SampleKey
 from aft_hf.training.recipe import Augmentation
 
@@ -155,12 +155,14 @@ def test_augmentation_operations_equal_those_of_pillow(name):
 def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
     torch.manual_seed(0)
     pixels = torch.from_numpy(picture()).permute(2, 0, 1).float().div(255).expand(200, -1, -1, -1)
-    once = RandAugment(1, 9, 0.5, MEAN)(pixels)
+    options = Augmentation(rand_augment_operations=1, rand_augment_magnitude=9.0, rand_augment_noise=0.5)
+    once = rand_augment(pixels, options, MEAN)
     assert once.min() >= 0 and once.max() <= 1
     untouched = (once == pixels).flatten(1).all(1).float().mean()
     assert 0.3 < untouched < 0.7  # each operation is applied with probability 1/2: five standard errors
     distinct = len({image.numpy().tobytes() for image in once})
-    fixed = len({image.numpy().tobytes() for image in RandAugment(1, 9, 0.0, MEAN)(pixels)})
+    options = Augmentation(rand_augment_operations=1, rand_augment_magnitude=9.0)
+    fixed = len({image.numpy().tobytes() for image in rand_augment(pixels, options, MEAN)})
     # At most both signs of each operation, and the picture itself.
     assert distinct > 50 and fixed <= 2 * len(OPERATIONS) + 1
 
@@ -168,7 +170,8 @@ def test_the_images_of_a_batch_get_operations_and_strengths_of_their_own():
 def test_pixels_uncovered_by_geometric_operations_have_the_fill_colour(monkeypatch):
     torch.manual_seed(1)
     monkeypatch.setattr(classification, "OPERATIONS", {"translate_x": OPERATIONS["translate_x"]})
-    images = RandAugment(1, 10, 0.0, MEAN)(torch.ones(20, 3, SIDE, SIDE))
+    options = Augmentation(rand_augment_operations=1, rand_augment_magnitude=10.0)
+    images = rand_augment(torch.ones(20, 3, SIDE, SIDE), options, MEAN)
     moved = [image for image in images if image[0, 0, 0] < 1]  # to the right
     assert moved
     for image in moved:

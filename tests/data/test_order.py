@@ -29,7 +29,7 @@ def test_processes_share_the_micro_batches_of_one_process():
     alone = batches()
     two = [batches(process=process, processes=2) for process in (0, 1)]
     assert [batch for pair in zip(*two) for batch in pair] == alone
-    assert len(GlobalBatches(23, 8, 2, seed=5, start=0, stop=6, process=1, processes=2)) == len(two[1]) == 12
+    assert len(two[1]) == 12
 
 
 def test_another_micro_batch_size_cuts_the_same_global_batches():

@@ -7,10 +7,11 @@ from PIL import Image as PILImage
 
 from aft_hf.data.image_files import ImageError
 from aft_hf.data.samples import START_TOKEN, PixelSequences, SampleKey
+from aft_hf.training.recipe import PixelsData
 
 
 def sample_of(pixels: np.ndarray, size: int = 4, key: SampleKey | None = None) -> dict[str, torch.Tensor]:
-    return PixelSequences(size, seed=1)({"image": PILImage.fromarray(pixels)}, key)
+    return PixelSequences(PixelsData(image_size=size), seed=1)({"image": PILImage.fromarray(pixels)}, key)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_tokens_are_the_channels_of_each_pixel_in_raster_order(pixels):
 
 def test_a_row_without_an_image_is_an_error():
     with pytest.raises(ImageError, match="has no image in column 'image'"):
-        PixelSequences(4)({"image": None})
+        PixelSequences(PixelsData(image_size=4))({"image": None})
 
 
 @pytest.mark.parametrize("shape", ((2, 4, 3), (4, 2, 3), (8, 4, 3)))

@@ -17,7 +17,7 @@ from transformers import CTRLTokenizer
 from aft_hf import build_byte_tokenizer
 from aft_hf.data import text
 from aft_hf.data.samples import SampleKey
-from aft_hf.data.text import Windows, join_texts, split_bytes, starts_character
+from aft_hf.data.text import Windows, join_texts, split_bytes
 
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -73,11 +73,6 @@ def test_training_windows_of_a_file_of_any_size_are_full_and_reach_its_first_and
             assert torch.equal(window["labels"], window["input_ids"] + 1)
             reached |= {int(window["input_ids"][0]), int(window["labels"][-1])}
     assert min(reached) == 0 and size - 16 <= max(reached) < size  # no window would fit behind the last one
-
-
-def test_characters_of_utf8_are_counted_by_their_first_bytes():
-    text = "naïve文字 🙂"
-    assert starts_character(torch.tensor(list(text.encode()))).sum() == len(text) < len(text.encode())
 
 
 def test_too_few_bytes_and_strides_that_leave_some_out_are_errors(file):

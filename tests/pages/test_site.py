@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from aft_hf.training.recipe import RECIPES
+
 
 for name in ("mkdocs", "mkdocstrings", "latex2mathml"):
     pytest.importorskip(name, reason="the site needs: pip install -c constraints.txt -e '.[docs]'")
@@ -44,8 +46,8 @@ def test_formulas_are_mathml(site):
 
 
 def test_the_reference_shows_values_and_the_search_has_an_index(site):
-    conversion, fields, keys = (
-        (site / "reference" / name / "index.html").read_text() for name in ("conversion", "configuration", "recipes")
+    conversion, fields = (
+        (site / "reference" / name / "index.html").read_text() for name in ("conversion", "configuration")
     )
     assert "KERNEL_SIZE" not in conversion
     layers = html.unescape(re.sub("<[^>]*>", "", (site / "reference" / "layers" / "index.html").read_text()))
@@ -55,9 +57,21 @@ def test_the_reference_shows_values_and_the_search_has_an_index(site):
     (conv,) = re.findall(r"\bAFTConv\(\n.*?\n\)", layers, re.DOTALL)
     assert "options" not in local + conv and "key_per_head" not in conv  # which a caller cannot give
     assert "1 to 131,072, default: <code>256</code>" in fields
-    assert "data.augmentation.mixup" in keys
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert any("streaming" in section["text"].lower() for section in sections)  # the search finds it
+
+
+def test_the_page_of_recipes_has_every_key_with_its_type_default_and_meaning(site):
+    page = html.unescape(re.sub("<[^>]*>", "", (site / "reference" / "recipes" / "index.html").read_text()))
+    shared, text, _, _, images = re.split("\n(?:Keys of every recipe|Other keys with task: .*)\n", page)[-5:]
+    assert "\nseed (integer >= 0, default 0): Seed of " in shared and "\nbase (text, optional): " in shared
+    assert "\nema_decay (number > 0 and < 1, optional): Decay of " in shared
+    assert '\nmixed_precision (no or bf16 or fp16, default "no"): ' in shared
+    assert "\ndata.seq_len (" in text and "\ndata.augmentation.crop_scale (list, optional)" in images
+    assert "\ndata.train (" in shared and "\ndata.train (" not in images
+    keys = re.findall(r"^([a-z][\w.]*) \(", page, re.MULTILINE)
+    sections = {name for kind in RECIPES.values() for name in kind.model_fields}
+    assert {key.split(".")[0] for key in keys} == sections | {"base", "smoke"}
 
 
 @pytest.mark.parametrize(("width", "height"), ((1280, 900), (390, 844)), ids=("desktop", "phone"))

@@ -11,25 +11,19 @@ from ..console import refuse_unused
 
 
 def train_command(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe in YAML; see configs/.")] = None,
+    recipe: Annotated[Path, typer.Argument(help="A recipe in YAML; see configs/.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, as in optimizer.learning_rate=1e-3.")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Apply the recipe's section smoke, for a short run.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved recipe, and stop.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print the keys of recipes, and stop.")] = False,
 ) -> None:
     """Train a model from a recipe, or resume an interrupted run.
 
     For several processes: accelerate launch -m aft_hf train RECIPE ...
     """
-    from ..training.recipe import explain_keys, load_recipe
+    from ..training.recipe import load_recipe
 
-    if explain:
-        print(explain_keys())
-        return
-    if recipe is None:
-        raise ValueError("give a recipe; --explain lists the keys of recipes")
     resolved = load_recipe(recipe, overrides or (), smoke=smoke)
     if print_config:
         print(resolved.to_yaml(), end="")

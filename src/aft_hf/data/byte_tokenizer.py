@@ -16,17 +16,14 @@ def build_byte_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a byte-level tokenizer: ids 0-255 are the bytes of UTF-8, and special tokens follow from id 256 on.
 
-    It is lossless for any text that contains no special token. A model needs `vocab_size=len(tokenizer)`. The result
-    is an ordinary `PreTrainedTokenizerFast` (byte-level BPE without merges): AutoTokenizer loads a saved one without
-    any code of this package. Encoding a text gives its bytes and adds no special tokens.
+    It is lossless for any text without special tokens, and adds none. A model needs `vocab_size=len(tokenizer)`.
+    AutoTokenizer loads a saved one without any code of this package: it is a byte-level BPE without merges.
 
     Args:
         model_max_length: the maximum input length of the model in tokens. Default: no limit.
         **special_tokens: a token for each role in transformers, such as `bos_token="<s>"`.
-            Default: `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None omits a token.
-
-    Raises:
-        ValueError: a role is unknown to transformers.
+            Default: `eos_token="<|endoftext|>"` (256) and `pad_token="<|pad|>"` (257); None omits a token. A role
+            that is unknown to transformers is a ValueError.
     """
     roles = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
     if unknown := special_tokens.keys() - set(roles):
@@ -37,5 +34,5 @@ def build_byte_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(given.values()))
-    limits = {} if model_max_length is None else {"model_max_length": model_max_length}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **given, **limits)
+    options = {"clean_up_tokenization_spaces": False, "model_max_length": model_max_length}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given, **options)

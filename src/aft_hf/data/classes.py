@@ -45,10 +45,7 @@ def model_classes(config: PreTrainedConfig) -> list[str]:
 
 
 def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[int]:
-    """Return the number that each class of a student has in its teacher, which must have the same classes.
-
-    Classes are matched by name, or by number (with a warning) if just one of the two has class names.
-    """
+    """Return the number that each class of a student has in its teacher, which has the same (see `matched_places`)."""
     require_a_class("the teacher", teacher)
     require_a_class("the model", student)
     theirs, ours = model_classes(teacher), model_classes(student)
@@ -65,11 +62,6 @@ def teacher_classes(teacher: PreTrainedConfig, student: PreTrainedConfig) -> lis
     return places
 
 
-def number_of(label: str) -> int:
-    """Return the number in a label such as "007" or "LABEL_7"."""
-    return int(NUMBER.sub(r"\1", label))
-
-
 def matched_places(labels: Sequence[str], names: Sequence[str]) -> list[int]:
     """Return the place of the label of each class of a model, or -1 if it has none.
 
@@ -78,7 +70,10 @@ def matched_places(labels: Sequence[str], names: Sequence[str]) -> list[int]:
     """
     known, wanted = list[Any](labels), list[Any](names)
     if not (are_names(labels) and are_names(names)):
-        known, wanted = ([*range(len(x))] if are_names(x) else [*map(number_of, x)] for x in (labels, names))
+        known, wanted = (
+            [*range(len(x))] if are_names(x) else [int(NUMBER.sub(r"\1", label)) for label in x]
+            for x in (labels, names)
+        )
         if are_names(labels) and sorted(wanted) != [*range(len(names))]:  # numbers from 1 on
             wanted = [*range(len(names))]
     places = {key: place for place, key in reversed([*enumerate(known)])}

@@ -1,8 +1,4 @@
-"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device.
-
-RandAugment (Cubuk et al. 2019) is that of DeiT: each image of a batch draws its own operations and strengths. kornia's
-own draws one policy for a whole batch, and its magnitudes end at 30 instead of 10.
-"""
+"""Training images: they are decoded and cropped one by one by the loader, and augmented in batches on the device."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,31 +18,25 @@ from .samples import SampleKey
 
 
 class TrainingImages(ImagePipeline):
-    """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`.
-
-    `crop_scale` is the smallest and largest area of the random crops, as a share of the image; None: the whole image.
-    The other options are those of `ImagePipeline`.
-    """
+    """Maker of training samples: `pixel_values`, (3, size, size) in uint8, and `labels`; see `crop_box` for crops."""
 
     def __init__(self, size: int, crop_scale: Sequence[float] | None, seed: int, **options: Any):
         super().__init__(None, **options)
         self.size, self.crop_scale, self.seed = (size, size), crop_scale, seed
 
     def pixels(self, image: Image.Image, key: SampleKey | None) -> torch.Tensor:
-        box = None
+        box: Any = None
         if self.crop_scale is not None and key is not None:
             box = crop_box(image.size, self.crop_scale, key.random(self.seed))
         resized = image.convert("RGB").resize(self.size, Image.Resampling.BICUBIC, box=box)
         return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
 
 
-def crop_box(
-    size: tuple[int, int], scale: Sequence[float], random: np.random.Generator
-) -> tuple[float, float, float, float]:
+def crop_box(size: tuple[int, int], scale: Sequence[float], random: np.random.Generator) -> tuple[float, ...]:
     """Draw a random crop (left, top, right, bottom) of an image of `size` (width, height), as for Inception.
 
     The share of the area is uniform in the range `scale`, the aspect ratio log-uniform in [3/4, 4/3]. If ten draws do
-    not fit into the image, the crop is the largest one at the center whose aspect ratio is in [3/4, 4/3].
+    not fit into the image, the crop is the largest one at the center with such an aspect ratio.
     """
     (width, height), (smallest, largest) = size, scale
     for _ in range(10):
@@ -61,33 +51,31 @@ def crop_box(
 
 
 class BatchAugmentation(nn.Module):
-    """Augment and normalize a batch on the device.
+    """Augment and normalize a batch on the device: (B, 3, H, W) images in uint8 and (B,) labels.
 
-    The input is (B, 3, H, W) images in uint8 and (B,) labels. The output is pixel values, normalized as by the model's
-    image processor with `mean` and `std` for values in [0, 1], and (B, num_classes) targets. Random numbers come from
-    PyTorch's global generators. `options` are `data.augmentation` of a recipe.
+    The output is pixel values, normalized with `mean` and `std` for values in [0, 1], and (B, num_classes) targets.
+    Random numbers come from PyTorch's global generators. `options` are `data.augmentation` of a recipe.
     """
 
     def __init__(self, num_classes: int, mean: list[float], std: list[float], options: Any):
         super().__init__()
-        self.num_classes, self.mixup, self.cutmix = num_classes, options.mixup, options.cutmix
+        self.num_classes, self.mean, self.options = num_classes, mean, options
         self.flip = augmentation.RandomHorizontalFlip() if options.flip else nn.Identity()
-        magnitude, noise = options.rand_augment_magnitude, options.rand_augment_noise
-        self.rand_augment = RandAugment(options.rand_augment_operations, magnitude, noise, mean)
         self.normalize = augmentation.Normalize(torch.tensor(mean), torch.tensor(std))
         erasing = options.erasing
         self.erase = augmentation.RandomErasing(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), p=erasing) if erasing else None
 
     @torch.no_grad()
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = self.normalize(self.rand_augment(self.flip(pixels.float() / 255)))
+        pixels = self.normalize(rand_augment(self.flip(pixels.float() / 255), self.options, self.mean))
         if self.erase is not None:
             # kornia erases to a constant: an erased image of ones is the mask for the noise.
             pixels = pixels.where(self.erase(torch.ones_like(pixels)) > 0, torch.randn_like(pixels))
         targets = F.one_hot(labels, self.num_classes).to(pixels.dtype)
         # Mix with the reversed batch, by mixup (Zhang et al. 2018), CutMix (Yun et al. 2019) or one of them at random.
-        cut = self.cutmix > 0 and (self.mixup == 0 or torch.rand(()).item() < 0.5)
-        alpha = self.cutmix if cut else self.mixup
+        mixup, cutmix = self.options.mixup, self.options.cutmix
+        cut = cutmix > 0 and (mixup == 0 or torch.rand(()).item() < 0.5)
+        alpha = cutmix if cut else mixup
         if alpha == 0:
             return pixels, targets
         # kornia's mixup draws the share uniformly, not from Beta(alpha, alpha).
@@ -111,40 +99,26 @@ def _random_range(length: int, share: float) -> tuple[int, int]:
     return max(centre - half, 0), min(centre + half, length)
 
 
-Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+def rand_augment(images: torch.Tensor, options: Any, color: Sequence[float]) -> torch.Tensor:
+    """Augment (B, 3, H, W) images in [0, 1] by RandAugment (Cubuk et al. 2019) as in DeiT.
 
-
-class RandAugment(nn.Module):
-    """RandAugment: apply randomly drawn operations to each image of a batch, each with probability 1/2.
-
-    `operations` are drawn for each image, with replacement. Their magnitude has the mean `magnitude` and the standard
-    deviation `noise`, and is clipped to 0 .. 10. `fill` is the color, in [0, 1], outside of moved images.
+    Unlike with kornia, each image has operations of its own, each with probability 1/2. Magnitudes, from 0 to 10, have
+    the mean and the deviation in `options`, `data.augmentation` of a recipe. `color`, in [0, 1], is around moved ones.
+    Random numbers come from the CPU's generator on any device.
     """
-
-    def __init__(self, operations: int, magnitude: float, noise: float, fill: list[float]):
-        super().__init__()
-        self.operations, self.magnitude, self.noise = operations, magnitude, noise
-        self.fill = torch.tensor(fill).view(-1, 1, 1)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Augment (B, 3, H, W) images in [0, 1]. Random numbers come from the CPU's generator on any device."""
-        batch = len(images)
-        for _ in range(self.operations):
-            chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < 0.5, -1)
-            level = (self.magnitude + self.noise * torch.randn(batch)).clamp(0, 10) / 10
-            strength = level * (1 - 2 * torch.randint(2, (batch,)))
-            images = images.clone()
-            for number, (name, operation) in enumerate(OPERATIONS.items()):
-                rows = (chosen == number).nonzero()[:, 0]
-                if len(rows):
-                    fill = self.fill.to(images.device) if name in GEOMETRIC else 0
-                    few, few_strengths = images[rows.to(images.device)], strength[rows].to(images.device)
-                    images[rows.to(images.device)] = (operation(few - fill, few_strengths) + fill).clamp(0, 1)
-        return images
-
-
-# Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
-# value. The ranges are those of DeiT's "increasing" operations: a greater strength changes the image more.
+    batch, device, background = len(images), images.device, torch.tensor(color, device=images.device).view(-1, 1, 1)
+    for _ in range(options.rand_augment_operations):
+        chosen = torch.randint(len(OPERATIONS), (batch,)).where(torch.rand(batch) < 0.5, -1)
+        level = (options.rand_augment_magnitude + options.rand_augment_noise * torch.randn(batch)).clamp(0, 10) / 10
+        strength = level * (1 - 2 * torch.randint(2, (batch,)))
+        images = images.clone()
+        for number, (name, operation) in enumerate(OPERATIONS.items()):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                fill = background if name in GEOMETRIC else 0
+                few, few_strengths = images[rows.to(device)], strength[rows].to(device)
+                images[rows.to(device)] = (operation(few - fill, few_strengths) + fill).clamp(0, 1)
+    return images
 
 
 def _factor(strength: torch.Tensor) -> torch.Tensor:
@@ -167,7 +141,9 @@ def _along(axis: int, amount: torch.Tensor) -> torch.Tensor:
     return torch.stack([amount, torch.zeros_like(amount)][:: -1 if axis else 1], 1)
 
 
-OPERATIONS: dict[str, Operation] = {
+# Each operation takes images and a strength in [-1, 1] for each image; operations without a direction use its absolute
+# value. The ranges are those of DeiT's "increasing" operations: a greater strength changes the image more.
+OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "auto_contrast": lambda images, strength: enhance.normalize_min_max(images),
     "equalize": lambda images, strength: enhance.equalize(images),
     "invert": lambda images, strength: enhance.invert(images),
@@ -184,5 +160,4 @@ OPERATIONS: dict[str, Operation] = {
     "translate_x": lambda images, strength: translate(images, _along(0, 0.45 * images.shape[-1] * strength)),
     "translate_y": lambda images, strength: translate(images, _along(1, 0.45 * images.shape[-2] * strength)),
 }
-# These fill what they uncover with zeros.
-GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")  # these fill what they uncover with zeros

@@ -43,11 +43,8 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
     """Open an image file as an RGB image of 8 bits per channel, rotated as its EXIF data say.
 
     Of 16-bit grayscale values, the upper 8 bits are kept. Transparency is ignored. The source is the path or the
-    content of a file, and `name` is its name in error messages.
-
-    Raises:
-        ImageError: the file does not exist, is damaged, too large or too long, has none of the `FORMATS`, or has
-            pixels whose range of values is unknown, for example of 32 bits.
+    content of a file, and `name` is its name in error messages. An `ImageError` is raised if the file does not exist,
+    is damaged, too large or too long, has none of the `FORMATS`, or has pixels whose range of values is unknown.
     """
     name = shortened(name or ("an image" if isinstance(source, bytes) else str(source)))
     try:
@@ -65,17 +62,14 @@ def open_image(source: str | Path | bytes, name: str | None = None) -> Image.Ima
 
 
 def check_file(path: str | Path, name: str | None = None) -> Path:
-    """Return the path of a regular file of 1 .. `MAX_BYTES` bytes (those in /proc have 0), or raise an `ImageError`.
-
-    Reading a pipe or a device might block or never end.
-    """
+    """Return the path of a regular file of 1 .. `MAX_BYTES` bytes (in /proc they have 0), or raise an `ImageError`."""
     name = shortened(name or str(path))
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
         where = "" if os.path.isabs(path) else " in the working directory"
         raise ImageError(f"{name}: no such file{where}") from error
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might block or never end
         raise ImageError(f"{name}: is not a regular file")
     if not 0 < status.st_size <= MAX_BYTES:
         raise ImageError(f"{name}: cannot be read as an image: it has {status.st_size} of 1 .. {MAX_BYTES} bytes")
@@ -90,12 +84,9 @@ def is_hidden(name: str) -> bool:
 def list_images(path: Path) -> list[Path]:
     """Return the image files in a folder at any depth, sorted, or else its parquet files; of a file, the file itself.
 
-    Hidden files and folders, whose names begin with a dot, and those of the operating system are left out. Links to
-    folders are followed, except to a folder that the link itself is in.
-
-    Raises:
-        ValueError: the path does not exist, or is a folder without images, or with images and parquet files.
-        ImageError: one of the files is not a regular file, such as a pipe or a link to a missing file.
+    Hidden files and folders, and those of the operating system, are left out. Links to folders are followed, except to
+    a folder that the link itself is in. A ValueError is raised for a path that does not exist, a folder without images
+    or with images and parquet files, and a file that is not a regular one, such as a pipe or a link to a missing file.
     """
     if path.is_file():
         return [path]
@@ -126,8 +117,7 @@ def list_images(path: Path) -> list[Path]:
 class _Header(io.BytesIO):
     """File that raises an `ImageError` if Pillow reads over twice its bytes for the header, or copies `MAX_COPIES`.
 
-    Pillow copies the data of each tag of a TIFF or of EXIF data, and the comment of a GIF again for each part of it: a
-    file of a megabyte could take hours or many gigabytes.
+    Pillow copies the data of each tag of a TIFF or of EXIF data, and the comment of a GIF again for each part of it.
     """
 
     def __init__(self, content: bytes, name: str):

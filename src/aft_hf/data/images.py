@@ -14,8 +14,8 @@ from torch import nn
 from transformers.utils import logging
 
 from ..configuration_aft import MOST_LABELS
-from ..errors import explained, shortened
-from .classes import are_names, matched_places, number_of
+from ..errors import explained
+from .classes import are_names, matched_places
 from .image_size import pixel_values
 from .samples import EMPTY, Row, Sample, SampleKey, image_of
 
@@ -48,11 +48,7 @@ def unique_labels(dataset: Dataset, column: str) -> list[Any]:
 
 
 def class_names(dataset: Dataset, column: str) -> list[str]:
-    """Return the names of the classes, in the order of their numbers.
-
-    A column of type `ClassLabel` declares them. Integer labels are class numbers already, and their text serves as the
-    name. Other labels must be names, and are sorted.
-    """
+    """Return the names of the classes in the order of their numbers; the names of integer labels are their texts."""
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return feature.names
@@ -72,8 +68,8 @@ def class_names(dataset: Dataset, column: str) -> list[str]:
 def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the class names of a model that is trained on a dataset, and the dataset's names of the same classes.
 
-    Both are the names of the dataset (`class_names`). A model with the same classes keeps their order. A model with as
-    many classes keeps its names, with a warning, if the labels of the dataset are integers.
+    A model with the same classes keeps their order. A model with as many classes keeps its names, with a warning, if
+    the labels of the dataset are integers.
     """
     names, feature = class_names(dataset, column), dataset.features[column]
     if len(names) < 2:
@@ -93,39 +89,17 @@ def trained_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> t
     return [*of_model], names
 
 
-def rename_classes(id2label: Mapping[Any, str], names: list[str], labels: list[str]) -> tuple[list[str], list[str]]:
-    """Return the results of `trained_classes`, `names` and `labels`, after `id2label`, the names that a user gives.
-
-    The same names set the order. Other names replace those of the dataset in its order, with a warning unless its
-    classes are only the numbers 0, 1, ... A ValueError is raised if names are missing, doubled, or partly the same.
-    """
+def ordered_classes(id2label: Mapping[Any, Any], names: Sequence[str]) -> list[str]:
+    """Return the names of the classes of a dataset in the order that `id2label` of a recipe gives them."""
     with explained("model.id2label: must map each class number to its name"):
-        given = [id2label[number] for number in sorted(id2label, key=lambda number: int(str(number)))]
-        if odd := [name for name in given if type(name) not in (int, str)]:
-            raise ValueError(f"put {shown(odd[0])} in quotes if it is a name; YAML reads true and null as values")
-    wanted = [*map(str, given)]
-    if sorted(wanted) == sorted(names):
-        return wanted, wanted if labels == names else labels
-    by_names, plain = are_names(labels), [str(i) for i in range(len(labels))]
-    ordered = labels if by_names else sorted(labels, key=number_of)
-    is_mixed = by_names and {name.casefold() for name in wanted} & {label.casefold() for label in labels}
-    if len({*wanted}) != len(wanted) or len(wanted) != len(labels) or is_mixed:
-        raise ValueError(
-            f"model.id2label: the data has the {len(labels)} classes {shown(labels)}; give exactly these names, or a "
-            "new one for each, or leave it out"
-        )
-    if ordered != plain:
-        renamed = ", ".join(f"{label} is {name}" for label, name in zip(ordered, wanted))
-        logger.warning(f"model.id2label renames the classes: {shortened(renamed)}")
-    return wanted, ordered
+        given = [str(id2label[number]) for number in sorted(id2label, key=int)]
+    if sorted(given) != sorted(names):
+        raise ValueError(f"model.id2label={shown(given)}: give all {len(names)} classes of the data: {shown(names)}")
+    return given
 
 
 def match_classes(dataset: Dataset, column: str, of_model: Sequence[str]) -> dict[Any, int]:
-    """Return the number of each label of a column in a model.
-
-    Classes are matched by name, or by number (with a warning) if the data or the model has no class names; a
-    ValueError is raised if the data has classes that the model does not have.
-    """
+    """Return the number of each label of a column in a model: by name or, with a warning, as by `matched_places`."""
     given, feature, occurring = class_names(dataset, column), dataset.features[column], unique_labels(dataset, column)
     if isinstance(feature, ClassLabel):  # which may declare classes that do not occur
         numbers = sorted({*occurring} & {*range(len(given))})
@@ -149,10 +123,7 @@ def _both(given: Sequence[str], of_model: Sequence[str]) -> str:
 
 
 def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[Any, int]:
-    """Return the index in `names` of each label that occurs in a column; raise a ValueError if it is not there.
-
-    Labels are compared by name, so a `ClassLabel` may number the classes in another order.
-    """
+    """Return the index in `names` of the name of each label that occurs in a column, which must be there once."""
     feature, labels = dataset.features[column], unique_labels(dataset, column)
     known = dict(enumerate(feature.names)) if isinstance(feature, ClassLabel) else {}  # a missing label is -1
     own = {label: known.get(label, str(label)) for label in labels}
@@ -169,9 +140,8 @@ def class_numbers(dataset: Dataset, column: str, names: Sequence[str]) -> dict[A
 def build_augmentation(name: str, size: tuple[int, int]) -> nn.Module | None:
     """Build the augmentation of batches of (height, width) images; None for "none".
 
-    "shift" translates an image by up to a sixteenth of its sides, for digits and other images that must not be
-    flipped. "crop" translates it by up to an eighth and flips it, as is usual for CIFAR-10. "resized_crop" cuts out 8
-    to 100 % of the area and flips it, as is usual for ImageNet. Random numbers come from PyTorch's global generator.
+    "shift" moves an image by up to a sixteenth of its sides, "crop" by up to an eighth, and flips it, "resized_crop"
+    cuts out 8 to 100 % of the area, and flips it. Random numbers come from PyTorch's global generator.
     """
     height, width = size
     sixteenth = (max(width // 16, 1), max(height // 16, 1))  # kornia's order: left and right, top and bottom

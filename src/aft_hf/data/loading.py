@@ -1,7 +1,4 @@
-"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files.
-
-Synthetic data are for trying out recipes without a download: `data.train: generated`.
-"""
+"""Loading datasets from the Hub, from folders of images, and from parquet, csv, json and text files."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +11,6 @@ import pandas
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value, load_dataset
 from datasets.data_files import SPLIT_KEYWORDS, DataFilesDict, DataFilesList
 from datasets.features.features import require_storage_embed
-from PIL import Image as PILImage
 from transformers.utils import logging
 
 from ..atomic_files import sha256, write_atomic
@@ -25,7 +21,6 @@ from .text import cached
 
 
 logger = logging.get_logger(__name__)
-
 
 READERS = {PARQUET: Dataset.from_parquet, ".json": Dataset.from_json, ".jsonl": Dataset.from_json}
 FORMATS = (PARQUET, ".csv", ".json", ".jsonl", ".txt")
@@ -43,14 +38,7 @@ def load_splits(
     *,
     labeled: bool = True,
 ) -> DatasetDict:
-    """Load the splits "train" and "validation", as far as they exist. A "test" split replaces a missing "validation".
-
-    They are those of a dataset, as for `load_named`, or of files or folders (see `load_local`); with `labeled`, images
-    must be in a folder for each class.
-
-    Raises:
-        ValueError: neither a name nor files are given, or both, or a file does not exist or cannot be read.
-    """
+    """Load "train" and "validation" of a dataset or of files, as far as they exist; "test" replaces "validation"."""
     paths = {split: path for split, path in (("train", train), ("validation", validation)) if path is not None}
     if (dataset_name is None) == (not paths):
         raise ValueError(
@@ -69,57 +57,41 @@ def load_splits(
 
 
 def load_named(name: str, config_name: str | None = None) -> DatasetDict:
-    """Load the splits "train", "validation" and "test", as far as they exist.
-
-    The name is that of a dataset on the Hub, of a local one that `datasets` can load, or of a file, which is "train".
-    """
-    if Path(name).is_file():
+    """Load "train", "validation" and "test" of a dataset of the Hub, a local one, or a file, which is "train"."""
+    place = Path(name)
+    if place.is_file():
         if config_name is not None:
             raise ValueError(f"{name}: is a file, which has no configuration {config_name!r}; leave it out")
         return DatasetDict(train=load_local(name))
-    check_named(name)
-    if Path(name, "state.json").is_file():
+    if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
+        raise ValueError(f"{name}: datasets reads *, ?, [ and :: in a path as a pattern; rename the directory")
+    # `datasets` would also read addresses in place of a local dataset's files.
+    for file, read in ((place / "README.md", parse_header), (place / ".huggingface.yaml", parse_yaml)):
+        if file.is_file():
+            values = read(read_text(file), str(file))
+            if isinstance(values, dict) and "://" in repr(values.get("configs")):
+                raise InputError(f"{file}: its configs name addresses; only files of a local dataset are read")
+    if (place / "state.json").is_file():
         raise ValueError(f"{name}: is a dataset of save_to_disk; save it as a file (Dataset.to_parquet), and give it")
     try:
-        splits = load_dataset(name, config_name, cache_dir=_own_cache(name, config_name))
+        cache = None
+        if place.is_dir():  # a cache for the present content: `datasets` compares only times, and only paths of images
+            files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
+            paths = [path for split in files.values() for path in map(Path, split)]
+            sums = [sha256(path) for path in paths if path.suffix.lower() not in SUFFIXES]
+            cache = str(cached((load_named.__name__, sums), "rows"))
+        splits = load_dataset(name, config_name, cache_dir=cache)
     except Exception as error:  # of any type, and mostly without the name
         raise ValueError(f"{name}: cannot be loaded ({described(error.__cause__ or error)})") from error
     kept = [split for split in ("train", "validation", "test") if split in splits]
     return DatasetDict({split: with_safe_images(splits[split]) for split in kept})
 
 
-def _own_cache(name: str, config_name: str | None) -> str | None:
-    """Return a cache directory for the present content of a local dataset, of which `datasets` compares only times.
-
-    Images need none: only their paths are cached.
-    """
-    if not Path(name).is_dir():
-        return None
-    splits = datasets.load_dataset_builder(name, config_name).config.data_files or {}
-    tables = [path for files in splits.values() for path in map(Path, files) if path.suffix.lower() not in SUFFIXES]
-    return str(cached((load_named.__name__, [sha256(path) for path in tables]), "rows"))
-
-
-def check_named(name: str) -> None:
-    """Raise a ValueError if `load_dataset` would read other files or addresses in place of a local dataset's files."""
-    place = Path(name)
-    if place.is_dir() and re.search(r"[*?[]|::", str(place.resolve())):
-        raise ValueError(f"{name}: datasets reads *, ?, [ and :: in a path as a pattern; rename the directory")
-    for file, read in ((place / "README.md", parse_header), (place / ".huggingface.yaml", parse_yaml)):
-        if file.is_file():
-            values = read(read_text(file), str(file))
-            if isinstance(values, dict) and "://" in repr(values.get("configs")):
-                raise InputError(f"{file}: its configs name addresses; only files of a local dataset are read")
-
-
 def load_local(path: str | Path, *, labeled: bool = True, joined: bool = False) -> Dataset:
     """Load a parquet, csv, json or text file, or a folder of images or parquet files (see `list_images`).
 
     A name is never a pattern or an address. With `labeled`, the label of an image is the name of its folder. Parquet
-    files whose names are of several splits are read only if `joined`.
-
-    Raises:
-        ValueError: the path does not exist, has an unknown format, or cannot be read; or labels are unclear.
+    files whose names are of several splits are read only if `joined`. What cannot be read is a ValueError.
     """
     path = Path(path)
     files = list_images(path)
@@ -207,14 +179,11 @@ def _image_rows(folder: Path, files: Sequence[Path], labeled: bool) -> Dataset:
 
 
 def with_safe_images(rows: Dataset) -> Dataset:
-    """Return the same rows with undecoded images, which `image_of` opens: `datasets` opens any format of Pillow.
-
-    Other columns of files, such as audio and lists of images, are left out: their paths may be addresses.
-    """
+    """Return the same rows with undecoded images, which `image_of` opens: `datasets` opens any format of Pillow."""
     for name, feature in rows.features.items():
         if is_image(feature):
             rows = rows.cast_column(name, Image(decode=False))
-        elif require_storage_embed(feature):  # of files, also in lists
+        elif require_storage_embed(feature):  # of other files, also in lists: their paths may be addresses
             rows = rows.remove_columns(name)
     return rows
 
@@ -227,10 +196,7 @@ def is_image(feature: Any) -> bool:
 
 
 def hold_out(splits: DatasetDict, share: float) -> DatasetDict:
-    """Return `splits` with a split "validation"; if it is missing, hold out a share of the training rows, and say so.
-
-    The rows are drawn with a fixed seed. A share of 0 holds out none.
-    """
+    """Return `splits` with a split "validation": if there is none, a share of the training rows, with a message."""
     if "validation" in splits or share == 0:
         return splits
     with explained("validation data cannot be held out, so give some"):
@@ -256,27 +222,19 @@ def require_column(splits: DatasetDict, column: str, option: str) -> None:
 
 
 def write_text(directory: str | Path) -> str:
-    """Write a synthetic text to a file in `directory` and return its path.
-
-    The text is always the same: words of a small vocabulary in random order.
-    """
-    random = np.random.default_rng(0)
-    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
-    words = [random.choice(letters, random.integers(1, 9)).tobytes() for _ in range(200)]
-    text = b" ".join(words[i] for i in random.integers(200, size=100_000))[:200_000]
+    """Write a text of 200,000 bytes, always the same random numbers, to a file in `directory`; return its path."""
+    numbers = np.random.default_rng(0).integers(200, size=80_000)
     path = Path(directory) / "generated.txt"
     with write_atomic(path) as file:  # other processes may write it at the same time
-        file.write(text)
+        file.write(" ".join(map(str, numbers)).encode()[:200_000])
     return str(path)
 
 
 def draw_images(split: str, image_column: str, label_column: str) -> Dataset:
     """Return noisy images whose classes differ in color. The images of a split are always the same."""
     colours = np.random.default_rng(0).integers(30, 225, (10, 3))
-    random = np.random.default_rng(list(split.encode()))
     labels = [i % 10 for i in range(128)]
-    noise = random.integers(-30, 30, (128, 32, 32, 3))
-    pixels = (colours[labels][:, None, None] + noise).clip(0, 255).astype(np.uint8)
+    noise = np.random.default_rng(list(split.encode())).integers(-30, 30, (128, 32, 32, 3))
+    pixels = (colours[labels][:, None, None] + noise).astype(np.uint8)
     features = Features({image_column: Image(), label_column: ClassLabel(num_classes=10)})
-    rows = {image_column: [PILImage.fromarray(each) for each in pixels], label_column: labels}
-    return Dataset.from_dict(rows, features=features)
+    return Dataset.from_dict({image_column: list(pixels), label_column: labels}, features)

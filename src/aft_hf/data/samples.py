@@ -1,9 +1,7 @@
 """Training samples: how a row becomes a sample, their order, and the fingerprints by which changed data are detected.
 
-A sample is made by a function of its row and, in training, of its `SampleKey`, whose random numbers augment it. The
-order is a pure function of seed and step. A fingerprint depends on the content alone: it is the same for the same data
-at another path or on another machine. It covers the size, all labels, all bytes of a file, and the first `WHOLE` bytes
-of images.
+A sample is a function of its row and, in training, of its `SampleKey`, the order one of seed and step. A fingerprint
+depends on the content alone, not on paths: the size, all labels, all bytes of a file, the first `WHOLE` of images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +38,7 @@ class SampleKey(NamedTuple):
     repetition: int = 0
 
     def random(self, seed: int) -> np.random.Generator:
-        """Return the random generator of this sample, the same in any process and at any time."""
+        """Return the random generator of this sample."""
         return np.random.default_rng((seed, *self))
 
 
@@ -48,11 +46,7 @@ Maker = Callable[[Row, SampleKey | None], Sample]
 
 
 def image_of(row: Row, column: str) -> Image.Image:
-    """Return the image in a column of a row: a decoded one, the content of a file, its path, or both.
-
-    A path is that of a local file, never an address, and a relative one begins at the working directory. An
-    `ImageError` is raised if there is no image.
-    """
+    """Return the image in a column of a row: a decoded one, the content of a file, its path (no address), or both."""
     value, name = row[column], None
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         value, name = value["bytes"] or value["path"], value["path"]
@@ -68,27 +62,22 @@ def image_of(row: Row, column: str) -> Image.Image:
 class PixelSequences:
     """Maker of sequences: `labels`, the 3 H W sub-pixels, and `input_ids`, shifted by the start token.
 
-    Pixels are in raster order, the channels of a pixel side by side. The arguments are keys of `PixelsData` and the
-    seed of the augmentation, which samples with a key get: a horizontal flip with probability 1/2, and a random shift
-    of the brightness, clipped to 0 .. 255. Images of another size are resized (mean over areas).
+    Pixels are in raster order, the channels of a pixel side by side. Images of another size are resized (mean over
+    areas). Samples with a key are flipped with probability 1/2, and their brightness is shifted, within 0 .. 255.
     """
 
-    image_size: int
-    _: KW_ONLY
-    image_column: str = "image"
-    seed: int = 0
-    flip: bool = True
-    brightness_shift: int = 10
+    options: Any  # `PixelsData` of a recipe
+    seed: int = 0  # of the augmentation
 
     def __call__(self, row: Row, key: SampleKey | None = None) -> Sample:
-        image = image_of(row, self.image_column).convert("RGB")
-        if image.size != (self.image_size, self.image_size):
-            image = image.resize((self.image_size, self.image_size), Image.Resampling.BOX)
+        image, size = image_of(row, self.options.image_column).convert("RGB"), (self.options.image_size,) * 2
+        if image.size != size:
+            image = image.resize(size, Image.Resampling.BOX)
         pixels = np.asarray(image)
         if key is not None:
             random = key.random(self.seed)
-            shift = random.integers(-self.brightness_shift, self.brightness_shift, endpoint=True)
-            if self.flip and random.random() < 0.5:
+            shift = random.integers(-self.options.brightness_shift, self.options.brightness_shift, endpoint=True)
+            if self.options.flip and random.random() < 0.5:
                 pixels = pixels[:, ::-1]
             pixels = np.clip(pixels.astype(np.int64) + shift, 0, 255)
         labels = torch.from_numpy(pixels.reshape(-1).astype(np.int64))
@@ -102,10 +91,10 @@ class RowSamples(Dataset[Sample]):
     rows: Rows
     make: Maker
     columns: Sequence[str] = ()  # whose content is the fingerprint; that of the images first
+    order: str = ""  # the end of the fingerprint: a digest of an unusual order of the classes
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the columns."""
-        return sum_rows(self.rows, *self.columns)
+        return sum_rows(self.rows, *self.columns) + self.order
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,10 +115,8 @@ class GlobalBatches(Sampler[list[SampleKey]]):
 
     Each epoch is shuffled anew, and its last incomplete batch is dropped. The global batch of a step is split into
     micro-batches 0 .. n - 1; with P processes, process p takes p, p + P, p + 2 P, ... So micro-batch k of a step holds
-    the same samples for any number of processes, and a resumed run sees the same batches as an uninterrupted one.
-
-    With repetitions, successive micro-batches hold copies of the same samples. An epoch keeps its length, so it sees a
-    part of the samples (repeated augmentation, Hoffer et al. 2020, as in DeiT).
+    the same samples for any number of processes. With repetitions, successive micro-batches hold copies of the same
+    samples, and an epoch of the same length a part of all (repeated augmentation, Hoffer et al. 2020, as in DeiT).
     """
 
     num_samples: int
@@ -139,28 +126,23 @@ class GlobalBatches(Sampler[list[SampleKey]]):
     seed: int
     start: int  # first step
     stop: int  # the step after the last
-    process: int = 0  # index of this process (with context parallelism: of its group)
+    process: int = 0  # index of this process
     processes: int = 1
     repetitions: int = 1
 
-    def __post_init__(self) -> None:
-        self.steps_per_epoch = steps_per_epoch(self.num_samples, self.global_batch_size)
-        self.micro_batches = self.global_batch_size // self.micro_batch_size
-
     def __iter__(self) -> Iterator[list[SampleKey]]:
+        steps = steps_per_epoch(self.num_samples, self.global_batch_size)
+        micro_batches = self.global_batch_size // self.micro_batch_size
         epoch, order = -1, np.empty(0, int)
         for step in range(self.start, self.stop):
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
+            if step // steps != epoch:
+                epoch = step // steps
                 order = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
-            first = step % self.steps_per_epoch * self.global_batch_size
+            first = step % steps * self.global_batch_size
             places = range(first, first + self.global_batch_size)
             batch = [SampleKey(epoch, int(order[i // self.repetitions]), i % self.repetitions) for i in places]
-            for k in range(self.process, self.micro_batches, self.processes):
-                yield batch[k :: self.micro_batches]
-
-    def __len__(self) -> int:
-        return (self.stop - self.start) * len(range(self.process, self.micro_batches, self.processes))
+            for k in range(self.process, micro_batches, self.processes):
+                yield batch[k::micro_batches]
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:

@@ -32,16 +32,11 @@ LOSSY = (  # the end of a warning
     "for example to lower case: what is lost costs no bits, so do not compare bits_per_byte with that of another "
     "tokenizer"
 )
-# The label of bytes that do not count in the loss: the default `ignore_index` of PyTorch.
-IGNORED = -100
+IGNORED = -100  # the label of what does not count in the loss: the default `ignore_index` of PyTorch
 
 
 def read_texts(dataset: datasets.Dataset, column: str) -> Iterator[list[str]]:
-    """Yield the texts of a column, which may be empty, in lists of up to a thousand rows.
-
-    Raises:
-        ValueError: a value is not a text; the message names its row.
-    """
+    """Yield the texts of a column in lists of up to a thousand rows; a value that is no text is a ValueError."""
     for start, rows in zip(range(0, len(dataset), 1000), dataset.select_columns(column).iter(1000)):
         for i, value in enumerate(rows[column], start):
             if not isinstance(value, str):
@@ -56,10 +51,7 @@ def cached(given: tuple[Any, ...], suffix: str) -> Path:
 
 
 def join_texts(dataset: datasets.Dataset, column: str) -> Path:
-    """Write all texts, with a line break between them, to one file in UTF-8 and return its path.
-
-    The file lies in the cache of `datasets` and is written only if it does not exist yet.
-    """
+    """Write all texts, with a line break between them, to a file in UTF-8, once (see `cached`); return its path."""
     tables = [each["filename"] for each in dataset.cache_files]  # they lie where the content of the files says
     path = cached((join_texts.__name__, dataset._fingerprint, tables, column), "txt")
     if not path.exists():
@@ -72,11 +64,10 @@ def join_texts(dataset: datasets.Dataset, column: str) -> Path:
 
 
 def tokenize_file(source: Path, span: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[Path, int]:
-    """Write the tokens of a part of a text file to a file of `TOKEN_DTYPE`; return its path and the bytes of the text.
+    """Write the tokens of a part of a text file to a file, once (see `cached`); return its path and the text's bytes.
 
-    The file lies in the cache of `datasets` and is written only if it does not exist yet. No special tokens are added;
-    one that is written in the text is a single token. About `PART` bytes are tokenized at a time. The first
-    byte and the end, `span`, are moved to the next character that begins there or later.
+    The first byte and the end, `span`, are moved to the next character that begins there or later. No special tokens
+    are added; one that is written in the text is a single token.
     """
     start, stop = (_character_start(source, byte) for byte in span)
     with TemporaryDirectory() as directory:  # the rules of a tokenizer are in all of its files
@@ -127,11 +118,7 @@ def _read_parts(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def split_bytes(size: int) -> dict[str, tuple[int, int]]:
-    """Return the first byte and the end of each split of a file of `size` bytes.
-
-    As is usual for enwik8, the first 90 million bytes are for training, the next 5 million for validation and the last
-    5 million for testing. A file of another size is split in the same proportions.
-    """
+    """Return the first byte and the end of each split of a file of `size` bytes, in the usual shares of enwik8."""
     first, second = size * 90 // 100, size * 95 // 100
     return {"train": (0, first), "validation": (first, second), "test": (second, size)}
 
@@ -140,23 +127,20 @@ def split_bytes(size: int) -> dict[str, tuple[int, int]]:
 class Windows(Dataset[dict[str, torch.Tensor]]):
     """Dataset of the windows of a file: `input_ids`, and the next tokens as `labels`, (seq_len,) each.
 
-    A token is a byte, or with another `dtype` a number in the file. A ValueError is raised if the span is too short
-    for a single window, or the stride is not in 1 .. seq_len.
+    A ValueError is raised if the span is too short for a single window, or the stride is not in 1 .. seq_len.
 
     For evaluation (no seed), the windows predict every token of the span except the first exactly once. Labels are
     -100 where an earlier window predicts the token, and where the last window extends beyond the span.
     For training (with a seed), all windows are full, and each epoch draws a new offset at which they begin.
 
-    Each access maps its window into memory and releases it at once: memory use does not grow with the file, and
-    nothing is copied into worker processes.
+    Each access maps its window into memory and releases it at once, so memory use does not grow with the file.
     """
 
     path: str | Path
     span: tuple[int, int] | None = None  # first token and end of the part to use; None: the whole file
     _: KW_ONLY
     seq_len: int  # T, the number of predicted tokens per window
-    # Tokens from one window to the next in evaluation; None: `seq_len`. The others of a window are only context.
-    stride: int | None = None
+    stride: int | None = None  # tokens from one window to the next in evaluation, the others are context; None: all
     seed: int | None = None  # of the offsets in training; the dataset is then indexed by `SampleKey`
     limit: int | None = None  # the number of windows to use, the first ones; None: all
     dtype: str = "uint8"  # of the tokens in the file
@@ -177,7 +161,6 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
             self.windows = max(1, (self.predicted - length + 1) // length)  # leaves room for the offset
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the bytes of the tokens."""
         return sum_file(self.path, (self.start * self.token_bytes, self.stop * self.token_bytes))
 
     def __len__(self) -> int:
@@ -199,8 +182,3 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         input_ids[: length - 1] = torch.from_numpy(values[:-1])
         labels[context : length - 1] = torch.from_numpy(values[1 + context :])
         return {"input_ids": input_ids, "labels": labels}
-
-
-def starts_character(byte: torch.Tensor) -> torch.Tensor:
-    """Return whether each byte of UTF-8 begins a character. Their count is the number of characters."""
-    return (byte & 0xC0) != 0x80

@@ -1,7 +1,6 @@
 """Training from recipes: a loop on Accelerate for bytes, tokens, sub-pixels and images.
 
-Unlike transformers' Trainer, it gives the same result for any number of processes and after interruptions.
-`aft_hf.tuning` fine-tunes by Trainer, with all its options; both share the optimizer, the metrics and `running`.
+Unlike transformers' Trainer, which `aft_hf.tuning` uses, it gives the same result for any number of processes.
 """
 
 from .optimization import build_optimizer

@@ -1,9 +1,7 @@
 """The training loop, built on Accelerate, for all tasks and any number of processes.
 
-Each step takes a global batch, which is cut into micro-batches. Micro-batch k of step t holds the same samples and
-uses the same random numbers, regardless of the process that computes it and of earlier interruptions. A run therefore
-gives the same result for any number of processes (with the same `micro_batch_size`), and a resumed run the same result
-as an uninterrupted run.
+Micro-batch k of step t holds the same samples and uses the same random numbers in whichever process computes it, and
+after interruptions. So the result depends neither on these nor, given `micro_batch_size`, on the number of processes.
 """
 
 import math
@@ -35,7 +33,6 @@ from ..loading import weights_digest
 from ..running.checkpoints import DATA, Checkpoints, Record, find_damage, read_manifest, refuse_changes
 from ..running.ownership import join_processes, owned
 from ..running.steps import Training, take_steps
-from .context_parallelism import ContextParallelGroup
 from .optimization import averaged, build_optimizer, keep_average
 from .recipe import Recipe, build_recipe
 from .tasks import TASKS
@@ -44,10 +41,9 @@ from .tasks import TASKS
 # Their versions affect results.
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
 
-# Keys of a recipe that may differ between a checkpoint and the run that resumes from it.
-FREE = ["notes", "paper", "epochs", "steps", "output_dir", "resume", "tracker", "micro_batch_size", "context_parallel"]
+# Keys of a recipe that may differ between a checkpoint and the run that resumes from it; the content of data may not.
+FREE = ["notes", "paper", "epochs", "steps", "output_dir", "resume", "tracker", "micro_batch_size"]
 FREE += ["mixed_precision", "gradient_checkpointing", "compile", "evaluate_every", "save_every", "keep_checkpoints"]
-# Of the training data and its tokens, the content is compared.
 FREE_DATA = {"max_eval_samples", "workers", "train", "validation", "test", "dataset", "tokenizer"}
 
 
@@ -55,10 +51,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """Run a recipe to its end, from its newest checkpoint if it has any; return the content of `results.json`.
 
     Raises:
-        ValueError: the recipe does not fit the data, the checkpoint or the processes, or the loss or the weights are
-            not finite.
-        OSError: the data cannot be read, a checkpoint or the model cannot be written, or another process is training
-            in the same output directory.
+        ValueError: the recipe does not fit the data, checkpoint or processes, or the loss or weights are not finite.
+        OSError: data cannot be read, files cannot be written, or another process trains in the output directory.
         SystemExit: after SIGTERM or Ctrl-C, when a checkpoint is saved; the code is 128 + the number of the signal.
     """
     join_processes()
@@ -80,8 +74,8 @@ class Run(Training):
         self.recipe = recipe
         if recipe.resume is not None:
             self.advice = "leave out resume to continue from it"
-        self.context_group = group = ContextParallelGroup(recipe, join_processes())
-        micro_batch_size, self.accumulation = recipe.accumulation(group.groups)
+        processes = join_processes().num_processes
+        micro_batch_size, self.accumulation = recipe.accumulation(processes)
         self.task = task = TASKS[recipe.task](recipe)
         epoch = steps_per_epoch(len(task.train), recipe.global_batch_size)
         self.total = recipe.steps or max(1, round((recipe.epochs or 0) * epoch))
@@ -91,7 +85,6 @@ class Run(Training):
         torch.manual_seed(recipe.seed)
         model: Any = task.build_model()
         model.adds_entropy = True  # `Task.loss` adds the entropy
-        group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
         optimizer = build_optimizer(model, **recipe.optimizer.model_dump(exclude={"name"}))
@@ -106,9 +99,8 @@ class Run(Training):
         directory = Path(recipe.output_dir, "checkpoints")
         self.checkpoints = Checkpoints(self.accelerator, directory, keep=recipe.keep_checkpoints)
         self.record = Record()
-        # (step, loss of this process, learning rate) of the latest steps
-        self.on_device: list[tuple[int, torch.Tensor, float]] = []
-        self.data = task.fingerprint()
+        self.on_device: list[tuple[int, torch.Tensor, float]] = []  # latest steps: step, loss here, learning rate
+        self.data = task.train.fingerprint()
         self.step = self.resume()
         self.checkpoints.set_aside(self.step)
         if self.step > self.total:
@@ -124,8 +116,8 @@ class Run(Training):
             seed=recipe.seed,
             start=self.step,
             stop=self.total,
-            process=group.index,
-            processes=group.groups,
+            process=self.accelerator.process_index,
+            processes=processes,
             repetitions=task.repetitions,
         )
         on_gpu = self.accelerator.device.type == "cuda"
@@ -138,7 +130,7 @@ class Run(Training):
         self.accelerator.print(
             f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {self.total:,} steps; "
             f"{self.parameters / 1e6:.2f} M parameters; a step is "
-            f"{group.groups} x {self.accumulation} x {micro_batch_size} (data-parallel size x micro-batches x samples)"
+            f"{processes} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples)"
         )
         self.bar = {"total": self.total, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.model.train()
@@ -153,6 +145,7 @@ class Run(Training):
         if path is None:
             return 0
         manifest = read_manifest(path)
+        manifest.recipe.pop("context_parallel", None)  # a key of earlier versions that changes no result
         with explained(f"{path}: its recipe cannot be read"):
             earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
         free: Any = dict.fromkeys(FREE, True) | {"data": FREE_DATA}
@@ -175,14 +168,13 @@ class Run(Training):
 
     def training_pass(self, index: int) -> torch.Tensor:
         """Run the forward and backward pass of the micro-batch `index` of the step, and the update after the last."""
-        accelerator, clip, group = self.accelerator, self.recipe.max_grad_norm, self.context_group
+        accelerator, clip = self.accelerator, self.recipe.max_grad_norm
         batch = next(self.batches)
-        place = (group.rank,) if group.size > 1 else ()  # each shard of a sample has its own dropout
-        numbers = self.recipe.seed, self.step, index * group.groups + group.index, *place
+        numbers = self.recipe.seed, self.step, index * accelerator.num_processes + accelerator.process_index
         torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
         with accelerator.accumulate(self.model):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            loss = group.loss(self.task, self.model, batch)
+            loss = self.task.loss(self.model, batch)
             accelerator.backward(loss)
             if clip is not None and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -261,7 +253,7 @@ class Run(Training):
         bar = {"desc": split, "leave": False, "disable": None if self.accelerator.is_main_process else True}
         with averaged(self.optimizer.optimizer, self.model):
             for batch in tqdm(self.evaluated[split], unit="batch", **bar):
-                scores = self.context_group.scores(self.task, self.model, batch)
+                scores = self.task.scores(self.model, batch)
                 scores_of_batches.append([x.cpu() for x in self.accelerator.gather_for_metrics(scores)])
         self.model.train()
         return self.task.metrics(split, *map(torch.cat, zip(*scores_of_batches)))
@@ -281,12 +273,8 @@ class Run(Training):
         return results
 
     def write(self, weights: dict[str, torch.Tensor], metrics: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """Write the model, the results and the plot of the losses, all or none of them; return the results.
-
-        The results are published with the model, so paths in the recipe are reduced to file names (`portable`).
-        """
-        directory, device = Path(self.recipe.output_dir), self.accelerator.device
-        curve = self.record.curve()
+        """Write the model, the results and the plot of the losses, all or none of them; return the results."""
+        directory, device, curve = Path(self.recipe.output_dir), self.accelerator.device, self.record.curve()
         results = {
             "metrics": metrics,
             "steps": self.total,
@@ -297,7 +285,7 @@ class Run(Training):
             "seconds": round(self.record.seconds, 1),
             "losses": [{"step": step, "loss": loss, "learning_rate": rate} for step, loss, rate in curve],
             "evaluations": self.record.evaluations,
-            "recipe": portable(self.recipe.model_dump()),
+            "recipe": portable(self.recipe.model_dump()),  # since it is published with the model
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         }
         done = f"all steps are done and saved in {self.checkpoints.directory}"
@@ -314,13 +302,9 @@ class Run(Training):
         return results
 
     def close(self) -> None:
-        """End the trackers and leave the process group, after everything that belongs to the group is freed.
-
-        Otherwise the last owner of the group is DDP's reducer. Its destructor waits for the thread of the group and
-        holds the GIL, which that thread may be waiting for.
-        """
+        """End the trackers and leave the process group, after everything that belongs to the group is freed."""
         accelerator = self.accelerator
-        vars(self).clear()
+        vars(self).clear()  # DDP's reducer as the last owner would wait for a thread that may wait for the GIL
         accelerator.free_memory()
         accelerator.end_training()
 
@@ -329,8 +313,7 @@ def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
     trackers = [*map(str, get_available_trackers())]
     if recipe.tracker not in (None, *trackers):
-        known = ", ".join(trackers) or "none"
-        raise ValueError(f"tracker={recipe.tracker!r} is not installed; available: {known}; null: no tracker")
+        raise ValueError(f"tracker={recipe.tracker!r} is not installed; give null, or one of {', '.join(trackers)}")
     if recipe.mixed_precision == "fp16" and join_processes().device.type == "cpu":
         raise ValueError("mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or 'no'")
     accelerator = Accelerator(
@@ -344,10 +327,9 @@ def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
         raise ValueError("recipes do not train with DeepSpeed: use FSDP2 (configs/accelerate/fsdp2.yaml)")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:  # it would wrap the model
         raise ValueError("recipes are compiled by compile=true: leave out the dynamo backend of accelerate launch")
-    if recipe.tracker is not None:
-        # Trackers write files beside the model, which may be published: paths are reduced to file names.
-        values = flatten_dict(portable(recipe.model_dump()))
-        accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
+    # Trackers write files beside the model, which may be published: paths are reduced to file names.
+    values = flatten_dict(portable(recipe.model_dump()))
+    accelerator.init_trackers("aft-hf", config={key: str(value) for key, value in values.items()})
     return accelerator
 
 
@@ -357,8 +339,7 @@ def prepare_model(model: PreTrainedModel, recipe: Recipe, accelerator: Accelerat
         model.activation_checkpointing_enable({"use_reentrant": False})
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and not plugin.transformer_cls_names_to_wrap:
-        # By default FSDP wraps all classes in `_no_split_modules`. These may include the embeddings, which Accelerate
-        # wraps separately, and classes that this model does not have.
+        # By default, these are `_no_split_modules`: also embeddings, and classes that this model does not have.
         blocks = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
     if recipe.compile:
@@ -373,12 +354,10 @@ def peak_memory(device: torch.device) -> float:
 
 
 def portable(values: Any) -> Any:
-    """Replace paths in nested values by file names, because directories of this machine mean nothing elsewhere.
-
-    A relative path counts as a path only if it exists: `name/model` may also be an id on the Hub.
-    """
+    """Replace paths in nested values by file names, because directories of this machine mean nothing elsewhere."""
     if isinstance(values, dict):
         return {key: portable(value) for key, value in values.items()}
+    # A relative path must exist: `name/model` may also be an id on the Hub.
     if isinstance(values, str) and (Path(values).is_absolute() or ("/" in values and os.path.exists(values))):
         return Path(values).name
     return values

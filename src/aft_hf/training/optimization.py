@@ -1,8 +1,6 @@
 """AdamW with parameter groups for AFT models, and an exponential moving average (EMA) of the weights.
 
-The average is kept in the state of the optimizer. Every strategy that saves, loads and shards the moments of AdamW
-therefore does the same with the average. (The `AveragedModel` of `torch.optim.swa_utils` is a second model, which
-checkpoints of Trainer and Accelerate leave out; its function for the update is used here.)
+The average is kept in the state of the optimizer, so that it is saved, loaded and sharded like the moments of AdamW.
 """
 
 from collections.abc import Iterator
@@ -24,12 +22,9 @@ def parameter_groups(
     """Return parameter groups for any optimizer, with a separate learning rate for the position biases w.
 
     A new AFT-conv has w = 0 (Eq. 8: gamma = beta = 0), and Adam moves a parameter by about the learning rate in each
-    step. Position biases have to grow to the order of 1, and in a short training they do so only with a larger
-    learning rate than the weights. A `position_bias_multiplier` in the config has the same effect with Adam and its
-    variants; converted models have a multiplier and need no `position_bias_scale`.
-
-    `position_bias_scale` is the factor on the learning rate of the position biases. `weight_decay` is that of the
-    weights of linear layers and convolutions, except weights that are shared with an embedding.
+    step. In a short training, position biases grow to the order of 1 only with a larger learning rate than weights, by
+    the factor `position_bias_scale`. A `position_bias_multiplier` in the config, as converted models have it, does
+    the same. `weight_decay` is that of linear layers and convolutions, except weights shared with an embedding.
     """
     # The direct parameters of a mixer are those of w; its projections are submodules.
     mixers = (module for module in model.modules() if isinstance(module, AFTMixer))
@@ -69,10 +64,7 @@ def build_optimizer(
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Register a hook that updates an average of the parameters after every step of an optimizer, such as AdamW.
-
-    `decay` is the weight of the previous average in each update, in (0, 1).
-    """
+    """Register a hook that updates an average of the parameters, whose weight is `decay`, after every step."""
     update_averages = get_ema_multi_avg_fn(decay)
 
     def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -87,10 +79,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
-    """Replace the parameters of the model by their averages within the context.
-
-    Parameters without an average, such as all of them before the first step, stay unchanged.
-    """
+    """Replace the parameters of the model that have an average by it within the context."""
 
     @torch.no_grad()
     def swap() -> None:

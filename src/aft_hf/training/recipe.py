@@ -1,18 +1,16 @@
 """Recipes: the typed schema of a training run, and loading from YAML files with overrides."""
 
 import difflib
-import json
 import os
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Annotated, Any, Generic, Literal, Self
+from typing import Annotated, Any, Generic, Literal, Self, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from transformers import CONFIG_MAPPING, SchedulerType
+from transformers import CONFIG_MAPPING
 from typing_extensions import TypeVar
 
 from ..errors import complete_message, explain, shortened
@@ -20,22 +18,10 @@ from ..reading import PlainLoader, parse_yaml, read_text
 
 
 # Pairs of keys of which a recipe has only one: an override of one key removes the other.
-ALTERNATIVES = (
-    ("epochs", "steps"),
-    ("warmup_epochs", "warmup_steps"),
-    ("architecture", "pretrained"),
-    ("dataset", "train"),
-)
-
-# Keys of `data` that only `dataset` uses.
-OF_DATASET = {"dataset_config", "text_column"}
-
-# The fields of `ImagesData` that `model.pretrained` has values of its own for.
-OF_PRETRAINED = {"image_size", "image_mean", "image_std"}
-
-# Schedules of transformers whose learning rate depends on more than the step.
-UNUSABLE_SCHEDULES = {"reduce_lr_on_plateau", "greedy"}
-
+ALTERNATIVES = {"epochs": "steps", "warmup_epochs": "warmup_steps", "architecture": "pretrained", "dataset": "train"}
+ALTERNATIVES |= {other: one for one, other in ALTERNATIVES.items()}
+OF_DATASET = {"dataset_config", "text_column"}  # keys of `data` that only `dataset` uses
+OF_PRETRAINED = {"image_size", "image_mean", "image_std"}  # keys of which `model.pretrained` has values of its own
 DEEPEST = 20  # dots in a key
 NOT_IN_NAMES = re.compile(r"[\0\ud800-\udfff]")  # of files, which can be neither NUL nor half of a surrogate pair
 
@@ -66,12 +52,8 @@ class Data(Section):
     dataset: Place | None = Field(None, description="In place of files: an id on the Hub, or a local dataset.")
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
     workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
-    max_train_samples: Count | None = Field(
-        None, description="Number of training samples: the first, or random labeled images. null: all."
-    )
-    max_eval_samples: Count | None = Field(
-        None, description="Number of evaluated samples: the first, or random labeled images. null: all."
-    )
+    max_train_samples: Count | None = Field(None, description="First samples, or random labeled images. null: all.")
+    max_eval_samples: Count | None = Field(None, description="The same for each evaluated split.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -84,8 +66,7 @@ class Data(Section):
 
 
 class BytesData(Data):
-    """Files that are read as bytes, or a dataset whose texts are joined to a file for each split. A single file is
-    split by position (see `aft_hf.data.text.split_bytes`)."""
+    """Files that are read as bytes, or a dataset whose texts are joined; one file is split (see `split_bytes`)."""
 
     test: Place | None = Field(None, description="Test data: a file.")
     text_column: str = Field("text", description="Column of the dataset with the texts.")
@@ -99,20 +80,13 @@ class TokensData(BytesData):
     tokenizer: Place = Field(description="Tokenizer of a saved model or tokenizer: a directory, or an id on the Hub.")
 
 
-class ImageRowsData(Data):
-    """Datasets with an image in each row."""
-
-    image_column: str = Field("image", description="Column of the images.")
-
-
-class PixelsData(ImageRowsData):
+class PixelsData(Data):
     """Images as sequences of sub-pixel values."""
 
+    image_column: str = Field("image", description="Column of the images.")
     image_size: Count = Field(32, description="Side in pixels; images of another size are resized.")
     flip: bool = Field(True, description="Flip half of the training images.")
-    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(
-        10, description="Largest shift that is added to the values of an image."
-    )
+    brightness_shift: Annotated[int, Field(ge=0, le=255)] = Field(10, description="Largest shift of the values.")
 
 
 class Augmentation(Section):
@@ -121,9 +95,7 @@ class Augmentation(Section):
     crop_scale: Pair | None = Field(None, description="Smallest and largest share of the area of crops. null: none.")
     flip: bool = Field(True, description="Flip half of the images.")
     rand_augment_operations: Natural = Field(0, description="RandAugment: operations per image.")
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(
-        9.0, description="RandAugment: mean magnitude, at most 10."
-    )
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = Field(9.0, description="RandAugment: magnitude.")
     rand_augment_noise: NonNegative = Field(0.0, description="RandAugment: deviation of the magnitude.")
     erasing: Probability = Field(0.0, description="Probability that noise replaces a part of an image.")
     mixup: NonNegative = Field(0.0, description="Alpha of the Beta distribution of mixup. 0: off.")
@@ -131,18 +103,15 @@ class Augmentation(Section):
     repetitions: Count = Field(1, description="Copies of an image in each batch (repeated augmentation).")
 
 
-class ImagesData(ImageRowsData):
+class ImagesData(Data):
     """Images with class labels."""
 
+    image_column: str = Field("image", description="Column of the images.")
     label_column: str = Field("label", description="Column of the labels.")
-    image_size: Count = Field(224, description="Side in pixels. Of model.pretrained: its own.")
+    image_size: Count = Field(224, description="Side in pixels. Of model.pretrained: its own, as are mean and std.")
     eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Center crop / image in evaluation.")
-    image_mean: Annotated[list[Finite], Three] = Field(
-        [0.485, 0.456, 0.406], description="Mean of each channel, for normalization. Of model.pretrained: its own."
-    )
-    image_std: Annotated[list[Positive], Three] = Field(
-        [0.229, 0.224, 0.225], description="Standard deviation of each channel. Of model.pretrained: its own."
-    )
+    image_mean: Annotated[list[Finite], Three] = Field([0.485, 0.456, 0.406], description="Mean of each channel.")
+    image_std: Annotated[list[Positive], Three] = Field([0.229, 0.224, 0.225], description="Standard deviations.")
     augmentation: Augmentation = Augmentation()
 
 
@@ -157,21 +126,20 @@ class Optimizer(Section):
     position_bias_scale: Positive = Field(1.0, description="Factor on the learning rate of AFT's position biases.")
 
 
+# The schedules of transformers whose learning rate depends on the step alone.
+ScheduleName = Literal[
+    "constant", "constant_with_warmup", "cosine", "cosine_warmup_with_min_lr", "cosine_with_min_lr",
+    "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial", "warmup_stable_decay",
+]  # fmt: skip
+
+
 class Schedule(Section):
     """A schedule of `transformers.get_scheduler`, such as "inverse_sqrt" of "Attention is all you need"."""
 
-    name: str = Field("constant", description="A schedule of transformers, such as cosine or inverse_sqrt.")
+    name: ScheduleName = Field("constant", description="A schedule of transformers.")
     warmup_steps: Natural | None = Field(None, description="Length of the warm-up in steps.")
     warmup_epochs: NonNegative | None = Field(None, description="Length of the warm-up in epochs.")
     options: dict[str, Any] = Field({}, description="Additional arguments of the schedule.")
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        names = {kind.value for kind in SchedulerType} - UNUSABLE_SCHEDULES
-        if name not in names:
-            raise ValueError(f"not a known schedule{_suggestion(name, names)}")
-        return name
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "Schedule":
@@ -193,15 +161,14 @@ class Paper(Section):
 
 
 class Recipe(Section, Generic[DataType]):
-    """The configuration of one training run; `aft-hf train --explain` lists the keys."""
+    """The configuration of one training run."""
 
     task: Literal["bytes", "tokens", "pixels", "images"] = Field(description="What is predicted.")
     notes: str = Field("", description="Values that the paper does not give, and reasons for the choice.")
     paper: Paper | None = None
     model: dict[str, Any] = Field(
         description="Either `architecture`, a model type of transformers such as aft, or `pretrained`, a directory or "
-        "Hub id; and fields of the model's config. Those that follow from the data (vocabulary size, lengths, labels) "
-        "may be left out."
+        "Hub id; and fields of the model's config, except those that follow from the data (sizes, lengths, labels)."
     )
     data: DataType = Field(default_factory=dict, validate_default=True)
     optimizer: Optimizer
@@ -209,15 +176,10 @@ class Recipe(Section, Generic[DataType]):
     epochs: Positive | None = Field(None, description="Length of the training in epochs.")
     steps: Count | None = Field(None, description="Length of the training in steps, in place of epochs.")
     global_batch_size: Count = Field(description="Samples per optimizer step, over all processes.")
-    micro_batch_size: Count | None = Field(
-        None, description="Samples per forward pass. null: global_batch_size / processes."
-    )
-    context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
+    micro_batch_size: Count | None = Field(None, description="Samples per forward pass. null: all of a process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
-    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
     compile: bool = Field(False, description="Compile the model by torch.compile.")
     ema_decay: Decay | None = Field(None, description="Decay of the average of the weights that is saved. null: none.")
     label_smoothing: Share = Field(0.0, description="Label smoothing of the cross entropy.")
@@ -281,67 +243,25 @@ RECIPES: dict[str, type[Recipe]] = {
     "images": ImagesRecipe,
 }
 
-# Keys of a file that `load_recipe` resolves, with their type and meaning.
-FILE_KEYS = {
-    "base": ("text, optional", "Another recipe, relative to this file, whose values this one overrides."),
-    "smoke": ("mapping, optional", "Values that replace others with --smoke, for a run of a few seconds."),
-}
 
-
-def explain_keys() -> str:
-    """Return a text with the type, default and meaning of every key: those of all tasks, then those of each task."""
-    keys = {task: _entries(kind.model_json_schema()) for task, kind in RECIPES.items()}
-    shared = set.intersection(*(set(entries.items()) for entries in keys.values()))
-    sections = {"Keys of every recipe": shared | FILE_KEYS.items()}
-    sections |= {f"Other keys with task: {task}": entries.items() - shared for task, entries in keys.items()}
-    lines: list[str] = []
-    for title, entries in sections.items():
-        lines += ["", title, ""]
-        for key, (kind, meaning) in sorted(entries):
-            lines += [f"{key}: {kind}", textwrap.indent(textwrap.fill(meaning, 76), "    ")]
-    return "\n".join(lines[1:])
-
-
-def _entries(
-    section: dict[str, Any], schema: dict[str, Any] | None = None, prefix: str = ""
-) -> dict[str, tuple[str, str]]:
-    """Return the types and meanings of the keys of a section by key, from its JSON schema."""
-    schema = schema or section
-    entries: dict[str, tuple[str, str]] = {}
-    for name, field in section["properties"].items():
-        (kind,) = (each for each in field.get("anyOf", [field]) if each.get("type") != "null")
-        key = f"{prefix}{name}"
-        if "$ref" in kind:
-            entries |= _entries(schema["$defs"][kind["$ref"].rpartition("/")[2]], schema, f"{key}.")
-        else:
-            default = f"default {json.dumps(field['default'])}" if "default" in field else "required"
-            has_other = field.get("default", "") is None or "Default:" in field["description"]
-            optional = "optional" if has_other else default
-            entries[key] = (f"{_type_of(kind)}, {optional}", field["description"])
-    return entries
-
-
-def _type_of(kind: dict[str, Any]) -> str:
-    """Describe the JSON schema of a value, with its bounds."""
-    if "enum" in kind or "const" in kind:
-        return " or ".join(kind.get("enum", [kind.get("const")]))
-    names = {"string": "text", "boolean": "true or false", "object": "mapping", "array": "list"}
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {kind[name]}" for name, sign in signs.items() if kind.get(name, 2**63) < 2**63]
-    return f"{names.get(kind['type'], kind['type'])} {' and '.join(bounds)}".rstrip()
+def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the keys of a section, and those of the sections in it."""
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                keys += _keys(kind, f"{prefix}{name}.")
+    return keys
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool = False) -> Recipe:
-    """Load a recipe from a YAML file.
+    """Load a recipe from a YAML file; if it is invalid, a ValueError names the key, its value and what is allowed.
 
     The file may name another recipe as `base`, relative to its folder, whose values it overrides. With `smoke`, those
     of its section `smoke` are applied, for a run of a few seconds. The overrides, "dotted.key=value" with a value in
     YAML, come last. By default `output_dir` is outputs/FOLDER/NAME, after the folder and the name of the file; with
     `smoke`, outputs/smoke/..., unless the section `smoke` or an override names it.
-
-    Raises:
-        ValueError: the file does not exist or cannot be read, or the recipe is invalid; the message then names the
-            key, its value and what is allowed.
     """
     path = Path(path)
     values = _read(path, ())
@@ -357,9 +277,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = (), *, smoke: bool 
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not all(key.split(".")):
-            raise ValueError(
-                f"{shown(override)} is not an override: write key=value, such as optimizer.learning_rate=1e-3"
-            )
+            raise ValueError(f"{shown(override)} is not an override: write key=value, such as data.seq_len=64")
         given = _merge(given, {key: parse_yaml(value, shortened(override), loader=_Loader)})
     of_file, of_given = (each["model"] if isinstance(each.get("model"), dict) else {} for each in (values, given))
     if "architecture" in of_file and of_given.get("pretrained"):
@@ -392,8 +310,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        keys = _entries(kind.model_json_schema())
-        others = "; aft-hf train --explain lists the keys"
+        keys, others = _keys(kind), "; docs/training.md names the page that lists the keys"
         raise ValueError(explain(error, lambda key: _suggestion(key, keys) or others)) from None
 
 
@@ -438,7 +355,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value)
 def _merge(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` updated by `more`, recursively in nested mappings; keys of `more` may be dotted."""
     merged = dict(values)
-    for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
+    for one, other in ALTERNATIVES.items():
         if more.get(one) is not None and other not in more:
             merged.pop(other, None)
     for key, value in more.items():

@@ -1,7 +1,6 @@
 """The training tasks (bytes, tokens, pixels and images): their data, models, losses and metrics."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -44,7 +43,7 @@ from ..data.loading import (
     write_text,
 )
 from ..data.samples import START_TOKEN, Maker, PixelSequences, RowSamples
-from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, starts_character, tokenize_file
+from ..data.text import IGNORED, TOKEN_DTYPE, Windows, join_texts, split_bytes, tokenize_file
 from ..errors import explained
 from ..limits import limited
 from ..loading import load, read_image_processor
@@ -59,19 +58,19 @@ OF_DATA = {"image_size", "num_labels", "label2id"}  # fields of a model's config
 VALIDATION_SHARE = 0.05  # of the training rows that are held out if there is no validation data
 
 
-class Task(ABC):
-    """Base class of the tasks: the data, model, loss and metric for the training loop.
+class Task:
+    """Base class of the tasks: the data, which the constructor reads, model, loss and metric for the training loop.
 
-    The constructor reads the data, and raises an OSError or a ValueError if that fails.
+    Here, these are for the prediction of the next token: of `labels`, (B, T), from `input_ids`, (B, T).
     """
 
     auto_model: type[Any] = AutoModelForCausalLM
-    unit: str  # unit of the throughput
+    units: tuple[str, ...]  # units of the code length
+    unit: str = "tokens"  # of the throughput
     units_per_sample: int = 1
     repetitions: int = 1  # consecutive copies of each sample
     train: Windows | RowSamples
-    # Datasets by split; the first is evaluated during training, all of them at the end.
-    evaluated: Mapping[str, Dataset[Any]]
+    evaluated: Mapping[str, Dataset[Any]]  # by split: the first during training, all of them at the end
     config_values: dict[str, Any]  # fields of the model's config that follow from the data
     processor: Any = None  # tokenizer or image processor, saved with the model
 
@@ -94,10 +93,8 @@ class Task(ABC):
             source = fields.pop("pretrained")
             values = self._fitting(type(self.pretrained)) | fields
             # Train in float32 whatever dtype was saved: half precision would lose small updates.
-            values["dtype"] = torch.float32
-            model, info = load(
-                self.auto_model, source, ignore_mismatched_sizes=True, output_loading_info=True, **values
-            )
+            values |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = load(self.auto_model, source, **values)
             # Embeddings, position biases and classifiers depend on the data; the other weights of layers do not.
             of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|attention_bias|classifier|head|score")
             differing = sorted(name for name, *_ in info["mismatched_keys"])
@@ -124,49 +121,36 @@ class Task(ABC):
         known = {*config.__dataclass_fields__, *config.attribute_map, "num_labels"}
         return {name: value for name, value in self.config_values.items() if name in known}
 
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the training data, which a resumed run compares."""
-        return self.train.fingerprint()
-
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the training loss, a mean over the batch. The model may be wrapped, for example by DDP."""
+        outputs = model(input_ids=batch["input_ids"], use_cache=False)
+        return self.regularized(model, outputs, outputs.logits.flatten(0, 1), batch["labels"].flatten())
 
-    @abstractmethod
+    def regularized(self, model: nn.Module, outputs: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy, plus the regularization of an AFT-conv's position biases (Eq. 9)."""
+        loss = F.cross_entropy(logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
+        entropy = getattr(outputs, "position_bias_entropy", None)
+        if entropy is None:
+            return loss
+        config: Any = getattr(model, "module", model).config
+        return loss + config.position_bias_entropy_weight * entropy
+
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and references for the metric, one row per sample."""
+        """Return predictions, (B, ...), and references for the metric: here losses in nats and numbers of units."""
+        logits, labels = model(input_ids=batch["input_ids"], use_cache=False).logits.float(), batch["labels"]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
+        counted = labels != IGNORED
+        counts = [counted.sum(1)]
+        if "character" in self.units:  # each begins at a byte that is no continuation byte of UTF-8
+            counts.append((counted & ((labels & 0xC0) != 0x80)).sum(1))
+        return losses.double().sum(1), torch.stack(counts, 1)
 
-    @abstractmethod
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
         """Return the metrics of a split by name, from the `scores` of all its samples."""
-
-
-class SequenceTask(Task):
-    """Next-token prediction on `input_ids` and `labels`, (B, T) each, where labels are already shifted."""
-
-    unit = "tokens"
-    units: tuple[str, ...]  # units of the code length
-
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        outputs = model(input_ids=batch["input_ids"], use_cache=False)
-        logits, labels = outputs.logits.float().flatten(0, 1), batch["labels"].flatten()
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
-        return loss + regularization(model, outputs)
-
-    def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
-        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none", ignore_index=IGNORED)
-        return losses.double().sum(1), self.count(batch["labels"])
-
-    def count(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count each unit in the labels of each row: (B, T) to (B, units)."""
-        return (labels != IGNORED).sum(1, keepdim=True)
-
-    def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
         return code_length(predictions, references, self.units)
 
 
-class BytesTask(SequenceTask):
+class BytesTask(Task):
     """Prediction of the next byte of a file, or of the texts of a dataset."""
 
     recipe: BytesRecipe
@@ -215,42 +199,31 @@ class BytesTask(SequenceTask):
         is_of_bytes = getattr(self.pretrained, "vocab_size", None) == NUM_BYTES
         return build_byte_tokenizer(**(dict.fromkeys(DEFAULT_SPECIAL_TOKENS) if is_of_bytes else {}))
 
-    def count(self, labels: torch.Tensor) -> torch.Tensor:
-        counted = labels != IGNORED
-        return torch.stack([counted.sum(1), (counted & starts_character(labels)).sum(1)], 1)
-
 
 class TokensTask(BytesTask):
-    """Prediction of the next token of a text, by any tokenizer.
-
-    `bits_per_byte` compares models with different tokenizers: it is `bits_per_token` x tokens / bytes of the split.
-    """
+    """Prediction of the next token of a text, by any tokenizer."""
 
     recipe: TokensRecipe
     units = ("token",)
-
-    def __init__(self, recipe: TokensRecipe):
-        self.tokens_per_byte: dict[str, float] = {}
-        super().__init__(recipe)
+    tokens_per_byte: Mapping[str, float] = {}  # by split
 
     def read(self, split: str, file: str | Path, span: tuple[int, int], **options: Any) -> Windows:
         with PartialState().local_main_process_first():
             path, num_bytes = tokenize_file(Path(file), span, self.processor)
         windows = Windows(path, seq_len=self.recipe.data.seq_len, dtype=TOKEN_DTYPE, **options)
-        self.tokens_per_byte[split] = (windows.stop - windows.start) / num_bytes
+        self.tokens_per_byte = {**self.tokens_per_byte, split: (windows.stop - windows.start) / num_bytes}
         return windows
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         return load(AutoTokenizer, self.recipe.data.tokenizer)
 
-    count = SequenceTask.count
-
     def metrics(self, split: str, predictions: torch.Tensor, references: torch.Tensor) -> dict[str, float]:
         metrics = super().metrics(split, predictions, references)
+        # This compares models with different tokenizers.
         return metrics | {"bits_per_byte": metrics["bits_per_token"] * self.tokens_per_byte[split]}
 
 
-class PixelsTask(SequenceTask):
+class PixelsTask(Task):
     """Prediction of the next sub-pixel of an image."""
 
     units = ("dim",)
@@ -259,13 +232,7 @@ class PixelsTask(SequenceTask):
         super().__init__(recipe)
         data = recipe.data
         rows = some_rows(hold_out(read_rows(recipe), VALIDATION_SHARE), data, shuffled=False)
-        make = PixelSequences(
-            data.image_size,
-            image_column=data.image_column,
-            seed=recipe.seed,
-            flip=data.flip,
-            brightness_shift=data.brightness_shift,
-        )
+        make = PixelSequences(data, recipe.seed)
         samples = {split: RowSamples(rows[split], make, [data.image_column]) for split in rows}
         self.train, self.evaluated = samples.pop("train"), samples
         self.units_per_sample = 3 * data.image_size**2
@@ -290,7 +257,7 @@ class ImagesTask(Task):
     def __init__(self, recipe: ImagesRecipe):
         # kornia takes seconds to import, and the other tasks do not need it.
         from ..data.classification import BatchAugmentation, TrainingImages
-        from ..data.images import ImagePipeline, class_names, class_numbers, rename_classes, trained_classes
+        from ..data.images import ImagePipeline, class_names, class_numbers, ordered_classes, trained_classes
 
         super().__init__(recipe)
         data, augmentation = recipe.data, recipe.data.augmentation
@@ -302,8 +269,9 @@ class ImagesTask(Task):
         require_column(splits, data.label_column, "data.label_column")
         names, labels = trained_classes(splits["train"], data.label_column, of_model)
         if given := recipe.model.get("id2label"):
-            names, labels = rename_classes(given, names, labels)
-        self.order = "" if labels == class_names(splits["train"], data.label_column) else str(labels)
+            names = labels = ordered_classes(given, labels)
+        is_usual = labels == class_names(splits["train"], data.label_column)
+        order = "" if is_usual else sha256(str(labels).encode()).hexdigest()
         self.config_values = {
             "modality": "image",
             "image_size": data.image_size,
@@ -326,18 +294,13 @@ class ImagesTask(Task):
         for split, rows in some_rows(hold_out(splits, VALIDATION_SHARE), data, shuffled=True).items():
             with explained(f"the {split} data"):
                 options: dict[str, Any] = columns | {"numbers": class_numbers(rows, data.label_column, labels)}
+            make: Maker = ImagePipeline(self.processor, **options)
             if split == "train":
-                make: Maker = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
-            else:
-                make = ImagePipeline(self.processor, **options)
-            samples[split] = RowSamples(rows, make, [*columns.values()])
+                make = TrainingImages(data.image_size, augmentation.crop_scale, recipe.seed, **options)
+            samples[split] = RowSamples(rows, make, [*columns.values()], order)
         self.train, self.evaluated = samples.pop("train"), samples
         self.augment = BatchAugmentation(len(names), data.image_mean, data.image_std, augmentation)
         self.repetitions = augmentation.repetitions
-
-    def fingerprint(self) -> str:
-        # Classes in the order of the data are left out, as earlier versions did.
-        return super().fingerprint() + (self.order and sha256(self.order.encode()).hexdigest())
 
     def build_model(self) -> PreTrainedModel:
         model = super().build_model()
@@ -347,8 +310,7 @@ class ImagesTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         pixels, targets = self.augment(batch["pixel_values"], batch["labels"])
         outputs = model(pixel_values=pixels)
-        loss = F.cross_entropy(outputs.logits.float(), targets, label_smoothing=self.recipe.label_smoothing)
-        return loss + regularization(model, outputs)
+        return self.regularized(model, outputs, outputs.logits, targets)
 
     def scores(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
@@ -358,15 +320,6 @@ class ImagesTask(Task):
 
 
 TASKS: dict[str, type[Task]] = {"bytes": BytesTask, "tokens": TokensTask, "pixels": PixelsTask, "images": ImagesTask}
-
-
-def regularization(model: nn.Module, outputs: Any) -> torch.Tensor | float:
-    """Return the entropy regularization of an AFT-conv's position biases (Eq. 9), 0 for other models."""
-    entropy = getattr(outputs, "position_bias_entropy", None)
-    if entropy is None:
-        return 0.0
-    config: Any = getattr(model, "module", model).config
-    return config.position_bias_entropy_weight * entropy
 
 
 def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
@@ -382,9 +335,7 @@ def text_files(data: BytesData, output_dir: str) -> dict[str, str | Path]:
                     files[split] = join_texts(rows, data.text_column)
             return files
     if data.train is None:
-        raise ValueError(
-            "no data: give data.train=FILE (any file), data.train=generated, or data.dataset=ID of the Hub"
-        )
+        raise ValueError("no data: give data.train=FILE (of any type) or generated, or data.dataset=ID of the Hub")
     if data.train == GENERATED:
         files["train"] = write_text(output_dir)
     for split, file in files.items():
@@ -432,15 +383,12 @@ def keep_image_format(data: ImagesData, config: PreTrainedConfig, processor: dic
 
 
 def some_rows(splits: DatasetDict, limits: Any, *, shuffled: bool) -> dict[str, Rows]:
-    """Return up to `limits.max_train_samples` or `limits.max_eval_samples` rows of each split.
-
-    They are the first ones or, if `shuffled`, drawn with a fixed seed: folders are sorted by class.
-    """
-    most = {"train": limits.max_train_samples}
+    """Return the first rows of each split or, if `shuffled`, random ones, as many as the `limits` allow."""
     kept: dict[str, Rows] = {}
     for split, rows in splits.items():
-        if (count := most.get(split, limits.max_eval_samples) or len(rows)) < len(rows):
-            rows = (rows.shuffle(seed=0) if shuffled else rows).take(count)
+        most = limits.max_train_samples if split == "train" else limits.max_eval_samples
+        if most is not None and most < len(rows):
+            rows = (rows.shuffle(seed=0) if shuffled else rows).take(most)
         kept[split] = rows
     return kept
 
