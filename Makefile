@@ -108,7 +108,7 @@ newest:  ## Run version-dependent tests and conformance on the newest torch and 
 	$(NEWEST)/bin/aft-hf --version
 	$(NEWEST)/bin/python tests/conformance/fetch.py
 	$(NEWEST)/bin/python -m pytest -W ignore::pytest.PytestUnknownMarkWarning tests/conformance/test_conformance.py
-	$(NEWEST)/bin/python -m pytest -m "not slow" tests/configs tests/conversion tests/parallel tests/publishing tests/running \
+	$(NEWEST)/bin/python -m pytest -m "not slow" tests/configs tests/conversion tests/publishing tests/running \
 		tests/training tests/tuning tests/test_caching_aft.py tests/test_cli.py tests/test_compile_and_export.py tests/test_configuration_aft.py \
 		tests/test_modeling_aft.py tests/test_payloads.py tests/test_static_cache_aft.py tests/kernels/test_triton*.py $(ARGS)
 	cd $$(mktemp -d) && $(CURDIR)/$(NEWEST)/bin/python $(CURDIR)/tests/audit/smoke.py

@@ -166,8 +166,7 @@ class Runner:
         if isinstance(arm, Recall):
             values = {"model": _config(arm.model), "pairs": arm.pairs, "batch": arm.batch, "steps": arm.steps}
             return values | {"seed": run.seed, "rate": run.rate, "smoke": self.smoke}
-        # Recipes had this key when most records were made, and it changes no number.
-        values = {"context_parallel": 1} | self.recipe(run).model_dump(exclude=WITHOUT_EFFECT)
+        values = self.recipe(run).model_dump(exclude=WITHOUT_EFFECT)
         model = values.pop("model")
         for split in ("train", "validation"):
             path = values["data"].get(split)

@@ -91,6 +91,7 @@ SHORTER = {
     "aft-hf train configs/examples/bytes_aft_local.yaml data.train=tinyshakespeare.txt output_dir=": "--smoke",
     "accelerate launch --config_file configs/accelerate/fsdp2.yaml": "--smoke",
     "aft-hf finetune": "--max_steps 2",
+    "torchrun --nproc-per-node 2 -m aft_hf train": "--smoke",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py": "--tokens 100",
     "torchrun --nproc-per-node 4 scripts/measure_context_parallel.py --image-side": "--image-side 256",
 }
@@ -104,7 +105,7 @@ NOT_RUN = {
     r"pip install": "installs packages from an index",
     r"source .venv/bin/activate": "the tests run in this environment",
     r"hf (repos|upload)": "needs an account on the Hub",
-    r"config = ParallelismConfig": "shards on GPUs only; tests/parallel/test_context_parallel.py runs it on CPUs",
+    r"config = ParallelismConfig": "shards on GPUs only; tests/training/test_context_parallel.py runs it on CPUs",
 }
 PAGES_WITH_SNIPPETS = [page for page in PAGES if any(snippets(page))]
 

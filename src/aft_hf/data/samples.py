@@ -126,7 +126,7 @@ class GlobalBatches(Sampler[list[SampleKey]]):
     seed: int
     start: int  # first step
     stop: int  # the step after the last
-    process: int = 0  # index of this process
+    process: int = 0  # index of this process (with context parallelism: of its group)
     processes: int = 1
     repetitions: int = 1
 

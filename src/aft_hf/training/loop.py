@@ -33,6 +33,7 @@ from ..loading import weights_digest
 from ..running.checkpoints import DATA, Checkpoints, Record, find_damage, read_manifest, refuse_changes
 from ..running.ownership import join_processes, owned
 from ..running.steps import Training, take_steps
+from .context_parallelism import ContextParallelGroup
 from .optimization import averaged, build_optimizer, keep_average
 from .recipe import Recipe, build_recipe
 from .tasks import TASKS
@@ -42,7 +43,7 @@ from .tasks import TASKS
 PACKAGES = ("aft-hf", "torch", "transformers", "accelerate", "datasets", "kornia", "numpy")
 
 # Keys of a recipe that may differ between a checkpoint and the run that resumes from it; the content of data may not.
-FREE = ["notes", "paper", "epochs", "steps", "output_dir", "resume", "tracker", "micro_batch_size"]
+FREE = ["notes", "paper", "epochs", "steps", "output_dir", "resume", "tracker", "micro_batch_size", "context_parallel"]
 FREE += ["mixed_precision", "gradient_checkpointing", "compile", "evaluate_every", "save_every", "keep_checkpoints"]
 FREE_DATA = {"max_eval_samples", "workers", "train", "validation", "test", "dataset", "tokenizer"}
 
@@ -74,8 +75,8 @@ class Run(Training):
         self.recipe = recipe
         if recipe.resume is not None:
             self.advice = "leave out resume to continue from it"
-        processes = join_processes().num_processes
-        micro_batch_size, self.accumulation = recipe.accumulation(processes)
+        self.context_group = group = ContextParallelGroup(recipe, join_processes())
+        micro_batch_size, self.accumulation = recipe.accumulation(group.groups)
         self.task = task = TASKS[recipe.task](recipe)
         epoch = steps_per_epoch(len(task.train), recipe.global_batch_size)
         self.total = recipe.steps or max(1, round((recipe.epochs or 0) * epoch))
@@ -85,6 +86,7 @@ class Run(Training):
         torch.manual_seed(recipe.seed)
         model: Any = task.build_model()
         model.adds_entropy = True  # `Task.loss` adds the entropy
+        group.check(model)
         self.parameters = model.num_parameters()
         prepare_model(model, recipe, self.accelerator)
         optimizer = build_optimizer(model, **recipe.optimizer.model_dump(exclude={"name"}))
@@ -116,8 +118,8 @@ class Run(Training):
             seed=recipe.seed,
             start=self.step,
             stop=self.total,
-            process=self.accelerator.process_index,
-            processes=processes,
+            process=group.index,
+            processes=group.groups,
             repetitions=task.repetitions,
         )
         on_gpu = self.accelerator.device.type == "cuda"
@@ -130,7 +132,7 @@ class Run(Training):
         self.accelerator.print(
             f"{recipe.task}: {len(task.train):,} samples, {epoch:,} steps in an epoch, {self.total:,} steps; "
             f"{self.parameters / 1e6:.2f} M parameters; a step is "
-            f"{processes} x {self.accumulation} x {micro_batch_size} (processes x micro-batches x samples)"
+            f"{group.groups} x {self.accumulation} x {micro_batch_size} (data-parallel size x micro-batches x samples)"
         )
         self.bar = {"total": self.total, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.model.train()
@@ -145,7 +147,6 @@ class Run(Training):
         if path is None:
             return 0
         manifest = read_manifest(path)
-        manifest.recipe.pop("context_parallel", None)  # a key of earlier versions that changes no result
         with explained(f"{path}: its recipe cannot be read"):
             earlier = build_recipe(manifest.recipe)  # keys that are newer than the checkpoint take their defaults
         free: Any = dict.fromkeys(FREE, True) | {"data": FREE_DATA}
@@ -168,13 +169,14 @@ class Run(Training):
 
     def training_pass(self, index: int) -> torch.Tensor:
         """Run the forward and backward pass of the micro-batch `index` of the step, and the update after the last."""
-        accelerator, clip = self.accelerator, self.recipe.max_grad_norm
+        accelerator, clip, group = self.accelerator, self.recipe.max_grad_norm, self.context_group
         batch = next(self.batches)
-        numbers = self.recipe.seed, self.step, index * accelerator.num_processes + accelerator.process_index
+        place = (group.rank,) if group.size > 1 else ()  # each shard of a sample has its own dropout
+        numbers = self.recipe.seed, self.step, index * group.groups + group.index, *place
         torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
         with accelerator.accumulate(self.model):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            loss = self.task.loss(self.model, batch)
+            loss = group.loss(self.task, self.model, batch)
             accelerator.backward(loss)
             if clip is not None and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -253,7 +255,7 @@ class Run(Training):
         bar = {"desc": split, "leave": False, "disable": None if self.accelerator.is_main_process else True}
         with averaged(self.optimizer.optimizer, self.model):
             for batch in tqdm(self.evaluated[split], unit="batch", **bar):
-                scores = self.task.scores(self.model, batch)
+                scores = self.context_group.scores(self.task, self.model, batch)
                 scores_of_batches.append([x.cpu() for x in self.accelerator.gather_for_metrics(scores)])
         self.model.train()
         return self.task.metrics(split, *map(torch.cat, zip(*scores_of_batches)))

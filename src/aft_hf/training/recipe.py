@@ -177,6 +177,7 @@ class Recipe(Section, Generic[DataType]):
     steps: Count | None = Field(None, description="Length of the training in steps, in place of epochs.")
     global_batch_size: Count = Field(description="Samples per optimizer step, over all processes.")
     micro_batch_size: Count | None = Field(None, description="Samples per forward pass. null: all of a process.")
+    context_parallel: Count = Field(1, description="Processes that share each sequence, one shard per process.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field("no", description="Precision of forward and backward pass.")
     max_grad_norm: Positive | None = Field(None, description="Norm to which gradients are clipped. null: no clipping.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")

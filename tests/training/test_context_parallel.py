@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from runs import finish, launch
+from runs import FSDP2, assert_same_run, bytes_recipe, finish, launch, results_of, run, start, wait_for
 from tiny_models import image_model, language_model, vit_model
 from torch import distributed
 from torch.utils.data import DataLoader
@@ -30,6 +31,8 @@ from aft_hf import (
     modeling_aft,
 )
 from aft_hf.parallel import SequenceShard
+from aft_hf.training.context_parallelism import ContextParallelGroup
+from aft_hf.training.recipe import build_recipe
 
 
 TYPES = ("simple", "alibi", "local", "conv")
@@ -603,3 +606,59 @@ def test_a_loop_on_accelerate_takes_the_shards_of_its_mesh(tmp_path):
         torch.testing.assert_close(actual["loss"], loss.detach(), rtol=1e-5, atol=1e-5)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def recipe_without_dropout(directory: Path, **changes: Any) -> dict[str, Any]:
+    """Return a recipe with two layer types, and no dropout, since shards draw other random numbers than whole rows."""
+    values = bytes_recipe(directory)
+    values["model"] |= {"hidden_dropout_prob": 0.0, "aft_type": ["local", "alibi"]}
+    values["data"] |= {"seq_len": 17}
+    return values | changes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, Any]:
+    """The results of the recipe in one process."""
+    return run(recipe_without_dropout(tmp_path_factory.mktemp("alone")))
+
+
+def test_a_killed_run_of_shards_and_of_batches_goes_on_as_the_run_of_one_process(tmp_path, alone):
+    values = recipe_without_dropout(tmp_path, context_parallel=2)
+    processes = start(values, 4)
+    wait_for(Path(values["output_dir"]) / "checkpoints" / "step-000000003", processes[0])
+    for process in processes:
+        process.kill()
+    finish(processes)
+    assert finish(start(values, 4)) == [0] * 4
+    assert_same_run(results_of(values), alone)
+
+
+def test_shards_go_with_fsdp2_and_a_run_goes_on_without_them(tmp_path, alone):
+    values = recipe_without_dropout(tmp_path)
+    assert finish(start(values | {"steps": 6, "context_parallel": 2}, 2, **FSDP2)) == [0, 0]
+    assert finish(start(values, 2, **FSDP2)) == [0, 0]
+    assert_same_run(results_of(values), alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel": 3}, "context_parallel=3 does not divide the 2 processes"),
+        ({"task": "images"}, "needs compile=False and a task of sequences, not images"),
+    ],
+)
+def test_a_recipe_that_cannot_take_shards_is_an_error(tmp_path, changes, message):
+    recipe = build_recipe(recipe_without_dropout(tmp_path, context_parallel=2)).model_copy(update=changes)
+    with pytest.raises(ValueError, match=message):
+        ContextParallelGroup(recipe, SimpleNamespace(num_processes=2, process_index=0))
+
+
+def test_a_model_that_cannot_take_shards_is_an_error_before_training(tmp_path):
+    values = recipe_without_dropout(tmp_path, context_parallel=2)
+    values["model"] |= {"aft_type": "full"}
+    assert finish(start(values, 2)) == [1, 1]
+    message = (tmp_path / "run.error").read_text()
+    assert "needs a model whose layers are of the aft_type simple, alibi, local or conv, got aft with full" in message
