@@ -1,6 +1,7 @@
 """The compiled variants of the CPU kernels, one after the other, and the arithmetic of Triton's interpreter."""
 
 import importlib.util
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ def variant(request, monkeypatch) -> str:
 @pytest.fixture(autouse=True)
 def arithmetic_of_a_gpu(monkeypatch):
     """Round as a GPU does: the interpreter of Triton truncates to bfloat16, which it stores as integers and multiplies
-    as such, does not round the factors of products in tf32, which tensor cores truncate, and does not flush
-    subnormal exponentials to 0.
+    as such, does not round the factors of products in tf32, which tensor cores truncate, does not flush subnormal
+    exponentials to 0, and returns NaN for the larger of a number and NaN.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -54,6 +55,8 @@ def arithmetic_of_a_gpu(monkeypatch):
             np.where(actual.data < np.finfo(np.float32).tiny, np.float32(0), actual.data), actual.dtype
         )
 
+    for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(InterpreterBuilder, name, partialmethod(InterpreterBuilder.binary_op, op=function))
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(InterpreterBuilder, "create_exp2", exp2)
     for name in ("cast_impl", "create_fp_trunc"):

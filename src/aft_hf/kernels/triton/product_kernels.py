@@ -339,7 +339,8 @@ def average_kernel(
                     l_ptr, t, b, part, key, f, exists, is_feature, T, D, vb, vt, vf, kb, kt, kf,
                     KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
     sums = tl.sum(tl.where(is_feature, num, 0.0), 2)[:, :, None]
-    careful = (t < T) & exists & (top > EMPTY) & ~((den >= SMALLEST) & _is_finite(sums))
+    # Without a finite key, there may be infinite ones, or NaN
+    careful = (t < T) & exists & ((top > EMPTY) | (den != 0.0)) & ~((den >= SMALLEST) & _is_finite(sums))
     if tl.max(tl.max(tl.max(careful.to(tl.int32), 2), 1), 0) > 0:
         tl.debug_barrier()  # other threads stored these averages before
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
@@ -357,7 +358,7 @@ def _store_averages(
     inside = (t < T) & is_feature
     place = (b * vb + f * vf) + t * vt
     center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
-    y = tl.where(log_den < float("inf"), offset + center, 0.0)
+    y = tl.where(log_den == float("inf"), 0.0, offset + center)
     if GATED:
         y *= tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), inside)
