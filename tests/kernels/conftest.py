@@ -1,6 +1,7 @@
 """The compiled variants of the CPU kernels, one after the other, and the arithmetic of Triton's interpreter."""
 
 import importlib.util
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ def variant(request, monkeypatch) -> str:
 @pytest.fixture(autouse=True)
 def arithmetic_of_a_gpu(monkeypatch):
     """Round as a GPU does: the interpreter of Triton truncates to bfloat16, which it stores as integers and multiplies
-    as such, does not round the factors of products in tf32, which tensor cores truncate, and does not flush
-    subnormal exponentials to 0. That of Triton 3.9 refuses the integers in which it stores masks of scalars.
+    as such, does not round the factors of products in tf32, which tensor cores truncate, does not flush subnormal
+    exponentials to 0, and returns NaN for the larger of a number and NaN. That of Triton 3.9 refuses the integers in
+    which it stores masks of scalars.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -63,6 +65,8 @@ def arithmetic_of_a_gpu(monkeypatch):
 
     for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
         monkeypatch.setattr(InterpreterBuilder, name, with_boolean_mask(getattr(InterpreterBuilder, name), place))
+    for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(InterpreterBuilder, name, partialmethod(InterpreterBuilder.binary_op, op=function))
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(InterpreterBuilder, "create_exp2", exp2)
     for name in ("cast_impl", "create_fp_trunc"):

@@ -204,6 +204,8 @@ def test_a_model_trains_with_padding_autocast_and_gradient_checkpointing(launche
 OF_THE_CONTRACT = [
     ("nan_in_one_row_does_not_reach_another", "local causal"),
     ("nan_and_infinity_are_not_turned_into_numbers", "simple causal", torch.inf, "key"),
+    ("nan_and_infinity_are_not_turned_into_numbers", "full causal", torch.nan, "key"),
+    slow(("nan_and_infinity_are_not_turned_into_numbers", "conv 2-D", torch.inf, "key")),
     slow(("nan_and_infinity_are_not_turned_into_numbers", "alibi causal", torch.inf, "key")),
     ("later_tokens_do_not_change_earlier_outputs", "local causal", "1e4 larger"),
     ("an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision", "local causal"),

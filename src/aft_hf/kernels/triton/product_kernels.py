@@ -51,7 +51,7 @@ def _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID: tl.constexpr, CA
     inside = (t < T) & (u < T)
     if GRID:
         offset = tl.load(code_ptr + u, u < T, 0) - tl.load(code_ptr + t, t < T, 0) + S // 2
-        return tl.load(w_ptr + head * S + offset, inside, -float("inf"))
+        return tl.load(w_ptr + head.to(tl.int64) * S + offset, inside, -float("inf"))
     w = tl.load(w_ptr + (head * T + t).to(tl.int64) * T + u, inside, -float("inf"))
     if CAUSAL:
         w = tl.where(u <= t, w, -float("inf"))
@@ -87,8 +87,9 @@ def grid_weights_kernel(
         top = tl.maximum(top, tl.max(w, 0))
     offset = block * BLOCK + tl.arange(0, BLOCK)
     w = _kernel_w(kernels_ptr, head, offset, rows, columns, height, width, OUTSIDE) - top
-    tl.store(w_ptr + head * S + offset, w, offset < S)
-    tl.store(e_ptr + head * S + offset, tl.exp(w).to(e_ptr.dtype.element_ty), offset < S)
+    place = head.to(tl.int64) * S + offset
+    tl.store(w_ptr + place, w, offset < S)
+    tl.store(e_ptr + place, tl.exp(w).to(e_ptr.dtype.element_ty), offset < S)
     if block == 0:
         tl.store(a_ptr + head, top)
         for start in range(0, tiles, BLOCK):
@@ -142,9 +143,9 @@ def transpose_kernel(
     """Convert up to four tensors (N, T, M) to (M, T, N)."""
     across, blocks = tl.cdiv(M, BLOCK), tl.cdiv(M, BLOCK) * tl.cdiv(N, BLOCK)
     block = tl.program_id(0) % blocks
-    n = (block // across * BLOCK + tl.arange(0, BLOCK))[:, None]
-    m = (block % across * BLOCK + tl.arange(0, BLOCK))[None, :]
-    t, inside = (tl.program_id(0) // blocks).to(tl.int64), (n < N) & (m < M)
+    n = (block // across * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    m = (block % across * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+    t, inside = tl.program_id(0) // blocks, (n < N) & (m < M)
     place, to = (n * T + t) * M + m, (m * T + t) * N + n
     if a_ptr is not None:
         tl.store(to_a_ptr + to, tl.load(a_ptr + place, inside), inside)
@@ -279,7 +280,7 @@ def _product(
     x_ptrs = x_ptr + (head * TP + k).to(tl.int64)[:, None] * J + column[None, :]
     if GRID:
         own = tl.load(code_ptr + tl.minimum(row, T - 1))
-        e_ptr += head * S + S // 2
+        e_ptr += head.to(tl.int64) * S + S // 2
     elif TRANSPOSED:
         a_ptrs = e_ptr + (head * TP + k).to(tl.int64)[None, :] * TP + row[:, None]
     else:
@@ -338,7 +339,8 @@ def average_kernel(
                     l_ptr, t, b, part, key, f, exists, is_feature, T, D, vb, vt, vf, kb, kt, kf,
                     KEY_PER_HEAD, GATED, KEEP)  # fmt: skip
     sums = tl.sum(tl.where(is_feature, num, 0.0), 2)[:, :, None]
-    careful = (t < T) & exists & (top > EMPTY) & ~((den >= SMALLEST) & _is_finite(sums))
+    # Without a finite key, there may be infinite ones, or NaN
+    careful = (t < T) & exists & ((top > EMPTY) | (den != 0.0)) & ~((den >= SMALLEST) & _is_finite(sums))
     if tl.max(tl.max(tl.max(careful.to(tl.int32), 2), 1), 0) > 0:
         tl.debug_barrier()  # other threads stored these averages before
         for start in range(block * BM, tl.minimum(block * BM + BM, T), CAREFUL):
@@ -356,7 +358,7 @@ def _store_averages(
     inside = (t < T) & is_feature
     place = (b * vb + f * vf) + t * vt
     center = tl.load(center_ptr + b * D + f, is_feature, 0.0)
-    y = tl.where(log_den < float("inf"), offset + center, 0.0)
+    y = tl.where(log_den == float("inf"), 0.0, offset + center)
     if GATED:
         y *= tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), inside)
@@ -530,7 +532,8 @@ def weight_gradient_kernel(
         below = down * (BM // GC) + (m // GC)[None, :] - (m // GC)[:, None]
         beside = right * GC + (m % GC)[None, :] - (m % GC)[:, None]
         exists = (tl.abs(below) < rows) & (tl.abs(beside) < columns)
-        a = tl.load(e_ptr + head * S + S // 2 + below * (2 * columns - 1) + beside, exists, 0.0).to(tl.float32)
+        e_ptr += head.to(tl.int64) * S + S // 2
+        a = tl.load(e_ptr + (below * (2 * columns - 1) + beside), exists, 0.0).to(tl.float32)
         to = (part * tl.num_programs(2) + head).to(tl.int64) * tl.num_programs(0) + place
         to = to * BM * BM + m[:, None] * BM + m[None, :]
     else:
