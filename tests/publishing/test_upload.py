@@ -87,7 +87,7 @@ LICENSED = ["---\nlicense: mit\n---\n", f"---\nlicense: mit\n---\n{MARKER}\n# ti
         ("---\ntags:\n- aft\n---\n", False),
         ("", False),
         (f"# outputs\n<!-- {TRAINERS} -->", False),
-        ("# Model Card for Model ID\n", True),  # a template of huggingface_hub that somebody may have filled in
+        ("# Model Card for Model ID\n", False),
     ],
 )
 def test_a_card_that_somebody_wrote_on_the_hub_is_not_lost(send, hub, prepared, theirs, is_lost):

@@ -4,10 +4,12 @@ import html
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ..atomic_files import write_atomic
 from ..configuration_aft import AFTConfig, pair
@@ -26,6 +28,10 @@ GENERATED = (
     MARKER,
     "This model card has been generated automatically according to the information the Trainer had access to",
 )
+# So may the template of huggingface_hub that nobody has filled in. transformers adds the description.
+TEMPLATE_TITLE = "# Model Card for Model ID"
+DESCRIPTION = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+DESCRIPTION += "This model card has been automatically generated."
 NO_LICENSE = "No license is given for the weights: ask their authors before you use them."
 PIXELS = "unconditional-image-generation"  # the task of a causal language model of sub-pixels
 # Tasks on the Hub by architecture and modality. All but those of backbones are pipelines of transformers.
@@ -117,8 +123,18 @@ def card_of_user(directory: Path) -> str | None:
 
 
 def is_generated(text: str) -> bool:
-    """Return whether a program wrote a card, and nobody removed its line from it."""
-    return any(mark in text for mark in GENERATED)
+    """Return whether a program wrote a card, and nobody removed its line from it or filled in its template."""
+    data: Any = ModelCardData()
+    with suppress(Exception):  # as in `card_problems`
+        data = ModelCard(text.removeprefix("\ufeff")).data  # the template repeats some of them
+    unfilled = ModelCard.from_template(data, model_description=DESCRIPTION).text
+    written, template = ({*filter(None, map(str.strip, each.splitlines()))} for each in (body_of(text), unfilled))
+    return any(mark in text for mark in GENERATED) or {TEMPLATE_TITLE} <= written <= template
+
+
+def body_of(text: str) -> str:
+    """Return a card without its metadata."""
+    return REGEX_YAML_BLOCK.sub("", text.removeprefix("\ufeff"))
 
 
 def card_problems(text: str, directory: Path) -> list[str]:

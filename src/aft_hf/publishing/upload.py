@@ -12,13 +12,12 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_session
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from rich.filesize import decimal
 
 from ..atomic_files import write_atomic
 from ..errors import InputError, described, shortened
 from ..reading import parse_header, read_text
-from .card import README, card_problems, is_generated, new_text
+from .card import README, body_of, card_problems, is_generated, new_text
 from .checks import CODE, PACKAGE, find_problems
 from .facts import MODEL_ID
 from .folder import files_to_upload
@@ -138,8 +137,8 @@ def _lost(api: HfApi, repo_id: str, before: ModelInfo, new: str) -> str:
     """Return what of the card on the Hub a new card would lose: "text", a license that it lacks, or nothing."""
     with TemporaryDirectory() as aside:
         path = api.hf_hub_download(repo_id, README, revision=before.sha, local_dir=aside)
-        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
-    if not is_generated(text) and REGEX_YAML_BLOCK.sub("", text).strip():
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    if not is_generated(text) and body_of(text).strip():
         return "text"
     license = parse_header(text, f"{README} of {repo_id}").get("license")
     return f"license {shortened(str(license))}" if license and not ModelCard(new).data.get("license") else ""
