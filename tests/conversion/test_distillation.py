@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 
@@ -140,9 +141,18 @@ def test_save_converted_refuses_checkpoints_of_another_conversion(vit, images, t
         save(vit, tmp_path / "out", images)
     monkeypatch.undo()
     for option in ("seed", "position_bias_multiplier"):
-        told = rf"was made with model\.conversion\.options\.{option}=.*: give the same, or remove"
+        told = rf"was made with conversion\.{option}=.*: give the same, or remove"
         with pytest.raises(ValueError, match=told):
             save(vit, tmp_path / "out", images, **{option: 1})
+
+
+def test_a_distillation_goes_on_if_its_source_has_moved(vit, images, tmp_path, monkeypatch):
+    stop_at(monkeypatch, 1)
+    with pytest.raises(SystemExit):
+        save(vit, tmp_path / "out", images)
+    monkeypatch.undo()
+    save(shutil.move(vit, tmp_path / "moved"), tmp_path / "out", images)
+    assert not (tmp_path / CHECKPOINTS).exists()
 
 
 def test_the_learning_rate_rises_and_falls_to_0():

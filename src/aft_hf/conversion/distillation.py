@@ -196,7 +196,8 @@ class _Run(Training):
             "images": sum_images(self.images),
             "image_processor": source.image_processor.to_dict(),
             "source_tensors": sum_arrays(tensors),
-            "model": {**self.config.to_dict(), "transformers_version": None},
+            "model": {**self.config.to_dict(), "transformers_version": None, "conversion": None},
+            "conversion": (getattr(self.config, "conversion", None) or {}).get("options"),  # its source may have moved
         }
         self.recipe = json.loads(json.dumps(recipe, default=str))
         self.checkpoints = Checkpoints(self.accelerator, directory, keep=1)
