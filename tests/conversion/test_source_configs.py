@@ -69,6 +69,12 @@ def test_labels_have_the_names_of_any_version_of_timm(tmp_path, key, description
     assert read_source(path).config.id2label == {0: "d", 1: "e", 2: "f"}
 
 
+@pytest.mark.parametrize(("within", "beside"), [("label_names", "labels"), ("labels", "label_names")])
+def test_labels_beside_others_replace_them_whatever_timm_calls_them(tmp_path, within, beside):
+    path = save_timm(tmp_path / "timm", False, {within: ["a", "b", "c"]}, **{beside: ["d", "e", "f"]})
+    assert read_source(path).config.id2label == {0: "d", 1: "e", 2: "f"}
+
+
 @pytest.mark.parametrize("flat", [True, False])
 def test_null_means_the_default_of_timm_everywhere(tmp_path, flat):
     nulls = dict.fromkeys(("crop_pct", "crop_mode", "interpolation", "mean", "std", "input_size", "label_names"))

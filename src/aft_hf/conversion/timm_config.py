@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, FiniteFloat
+from pydantic import Field, FiniteFloat
 from torch import nn
 from transformers import DeiTConfig, ViTConfig
 from transformers.image_processing_utils import BaseImageProcessor
@@ -32,10 +32,9 @@ HEADS_OF_WIDTH = {1280: 16, 1408: 16, 1664: 16}
 Size = Annotated[int, Field(gt=0, le=2**20)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 CLASSIFIERS = {"classifier.weight", "cls_classifier.weight"}  # the latter of two heads
-# Keys of timm, and those of its earlier versions.
-LABELS = AliasChoices("label_names", "label_name", "labels")
-DESCRIPTIONS = AliasChoices("label_descriptions", "display_name")
-BESIDE = {*LABELS.choices, *DESCRIPTIONS.choices, "global_pool"}
+BESIDE = {"label_names", "label_descriptions", "global_pool"}
+# Keys of earlier versions of timm.
+RENAMED = {"labels": "label_names", "label_name": "label_names", "display_name": "label_descriptions"}
 
 
 class PretrainedConfig(Document):
@@ -48,8 +47,8 @@ class PretrainedConfig(Document):
     mean: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (0.485, 0.456, 0.406)  # of ImageNet
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     global_pool: str | None = None
-    label_names: list[str] | dict[str, str] = Field({}, validation_alias=LABELS)
-    label_descriptions: dict[str, str] = Field({}, validation_alias=DESCRIPTIONS)
+    label_names: list[str] | dict[str, str] = {}
+    label_descriptions: dict[str, str] = {}
 
 
 class ModelArgs(Document):
@@ -72,14 +71,15 @@ class TimmConfig(Document):
 def read_timm_config(name: str, config: Mapping[str, Any]) -> TimmConfig:
     """Return a config of timm; raise an InputError unless it is that of a ViT or DeiT with a class token.
 
-    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself;
-    and entries beside `pretrained_cfg` replace those in it.
+    As in timm, null means the default; a config of older versions, without `pretrained_cfg`, has its entries itself,
+    and some under other names; and entries beside `pretrained_cfg` replace those in it.
     """
 
-    def stated_in(entries: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in entries.items() if value is not None}
+    def current(entries: dict[str, Any]) -> dict[str, Any]:
+        stated = {key: value for key, value in entries.items() if value is not None}
+        return {RENAMED[key]: stated[key] for key in RENAMED if key in stated} | stated
 
-    stated = json.loads(json.dumps(config), object_hook=stated_in)
+    stated = json.loads(json.dumps(config), object_hook=current)
     if isinstance(pretrained := stated.get("pretrained_cfg", stated), dict):
         stated["pretrained_cfg"] = pretrained | {key: stated[key] for key in BESIDE & stated.keys()}
     checked = parse_json(json.dumps(stated), TimmConfig, f"{name}: {CONFIG_NAME}")
