@@ -179,6 +179,7 @@ def test_training_is_recorded_if_a_file_describes_it_and_an_evaluation_is_none(d
 
 def test_every_number_of_an_evaluation_by_trainer_is_a_result_except_those_of_its_run(directory):
     metrics = {"eval_f1": 0.5, "test_matthews_correlation": 0.25, "predict_wer": 0.125, "eval_valid_f1": 0.75}
+    metrics |= {"eval_f1_samples": 0.375}
     names = ("runtime", "samples", "samples_per_second", "mem_cpu_alloc_delta", "model_preparation_time")
     run = {f"{prefix}_{name}": 7.5 for prefix in ("eval", "predict", "eval_dev-a") for name in names}
     (directory / "all_results.json").write_text(json.dumps(metrics | run | {"epoch": 3.0, "train_loss": 0.5}))

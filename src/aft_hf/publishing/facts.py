@@ -28,8 +28,10 @@ SETTING = r"^(weights|(as trained|\d+ px|blocks of \d+(, stride \d+)?)(, \d+ sam
 Evaluations = dict[Annotated[str, Field(pattern=SETTING)], Any]
 
 # Names of the numbers of Trainer that describe the run of an evaluation; the others are its results.
+# Averages over samples, as scikit-learn names them, are results, too.
 NO_METRIC = re.compile(
-    r"(?s)train.*|(.+_)?(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)"
+    r"(?s)train.*|(?!.*(f1|precision|recall|jaccard)_samples$)(.+_)?"
+    r"(runtime|\w+_per_second|samples|steps|epoch|model_preparation_time|mem_\w+)"
 )
 SPLITS = {"eval": "validation", "validation": "validation", "valid": "validation", "test": "test", "predict": "test"}
 # Keys that a card does not list under training, with all keys below them: the config describes the model, paths mean
