@@ -534,6 +534,9 @@ def test_results_in_other_forms_leave_the_card_whole(directory):
     (directory / "results.json").write_text(json.dumps(odd))
     text = str(build_card(directory))
     assert "| a\\|b | c\\|d e |" in text and "No evaluation is recorded" in text and "inf" not in text
+    for paper in ("Table 2", {"score": 1.5}, {"score": 1.5, "rows": 2}, {"score": True, "rows": ["Table 2"]}):
+        (directory / "results.json").write_text(json.dumps({"recipe": {"paper": paper}}))
+        assert "The paper reports" not in str(build_card(directory))
     (directory / "results.json").write_text("[1, 2]")
     with pytest.raises(InputError, match=r"results\.json"):
         build_card(directory)

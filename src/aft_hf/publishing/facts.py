@@ -111,7 +111,9 @@ def read_facts(directory: Path) -> Facts:
         results, facts.outdated = {}, [RESULTS]
     recipe = section(results, "recipe")
     facts.dataset, pretrained = _dataset(section(recipe, "data")), section(recipe, "model").get("pretrained")
-    facts.paper = section(recipe, "paper")
+    paper = section(recipe, "paper")
+    if _is_number(paper.get("score")) and isinstance(paper.get("rows"), list):
+        facts.paper = paper
     _read_values(RESULTS, results, facts)
     _read_values(TRAINER_RESULTS, read_object(directory / TRAINER_RESULTS), facts)
     if not facts.was_trained:
