@@ -15,7 +15,7 @@ from PIL import Image as Picture
 from runs import Payload
 from safetensors.torch import load_file
 from tiny_models import image_model, vit_model
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, trainer_jit_checkpoint
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.testing_utils import CaptureLogger
 
@@ -355,6 +355,26 @@ def test_a_run_resumes_only_with_the_options_of_its_checkpoint(change, classifie
     ) as told:
         start(classifier, tmp_path, *options)
     assert "\n" not in str(told.value)
+
+
+def test_a_run_that_is_stopped_with_enable_jit_checkpoint_saves_a_checkpoint_to_resume_from(
+    classifier, images, tmp_path, monkeypatch
+):
+    callback = trainer_jit_checkpoint.JITCheckpointCallback
+    end = callback.on_step_end
+
+    def request_and_end(self, *arguments, **options):  # as after a SIGTERM, and the seconds that transformers waits
+        self.jit_manager.is_checkpoint_requested = True
+        end(self, *arguments, **options)
+
+    monkeypatch.setattr(callback, "on_step_end", request_and_end)
+    options = ["--do_train", "--train", images, "--max_steps", 2, "--enable_jit_checkpoint"]
+    start(classifier, tmp_path, *options)
+    monkeypatch.undo()
+    (state,) = tmp_path.glob("checkpoint-*/trainer_state.json")
+    assert fine_tuning.IDENTITY in json.loads(state.read_text())["stateful_callbacks"]
+    start(classifier, tmp_path, *options[:-1], "--resume_from_checkpoint", "true")
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
 
 
 def test_a_run_resumes_only_with_a_teacher_of_the_same_config(classifier, vit, images, tmp_path):

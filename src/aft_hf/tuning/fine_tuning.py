@@ -323,9 +323,9 @@ class FineTuner(Trainer):
         else:
             super().create_model_card(*arguments, **options)
 
-    def _save_checkpoint(self, *arguments: Any) -> None:
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         cast(Any, self.state.stateful_callbacks)[IDENTITY] = self.identity  # in trainer_state.json
-        super()._save_checkpoint(*arguments)
+        super()._save_checkpoint(*arguments, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save as Trainer does, but leave an earlier model unchanged if a file of the new one cannot be written."""
