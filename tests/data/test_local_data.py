@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -17,9 +18,10 @@ from PIL import Image
 from pyarrow import parquet
 from transformers.testing_utils import CaptureLogger
 
+from aft_hf.atomic_files import sha256
 from aft_hf.conversion import ImagesOnDisk, read_images
 from aft_hf.data.image_files import ImageError, list_images
-from aft_hf.data.loading import hold_out, load_local, load_named, load_splits, logger
+from aft_hf.data.loading import hold_out, load_local, load_named, load_splits, logger, write_text
 from aft_hf.data.samples import RowSamples, image_of, sum_rows
 from aft_hf.data.text import join_texts
 
@@ -525,3 +527,8 @@ def test_a_cell_that_holds_no_image_is_refused_with_its_row_and_column(tmp_path,
     parquet.write_table(rows.rename_column("image", "picture").data.table, path)
     with pytest.raises(ValueError, match=r"rows\.parquet: no column holds images: picture"):
         ImagesOnDisk(path)
+
+
+def test_the_generated_text_is_that_of_earlier_versions_so_that_their_runs_resume(tmp_path):
+    digest = "e2c08afe5acf9154ef280df6fcdab6d8fd1f221ed0387fd2e96d6b34947927f1"
+    assert sha256(Path(write_text(tmp_path))) == digest

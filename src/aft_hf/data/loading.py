@@ -222,11 +222,15 @@ def require_column(splits: DatasetDict, column: str, option: str) -> None:
 
 
 def write_text(directory: str | Path) -> str:
-    """Write a text of 200,000 bytes, always the same random numbers, to a file in `directory`; return its path."""
-    numbers = np.random.default_rng(0).integers(200, size=80_000)
+    """Write a text of 200,000 bytes, always the same words in random order, to a file in `directory`; return its path.
+
+    Runs resume only with the same text, also after an update of this package.
+    """
+    random, letters = np.random.default_rng(0), np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
+    words = [random.choice(letters, random.integers(1, 9)).tobytes() for _ in range(200)]
     path = Path(directory) / "generated.txt"
     with write_atomic(path) as file:  # other processes may write it at the same time
-        file.write(" ".join(map(str, numbers)).encode()[:200_000])
+        file.write(b" ".join(words[i] for i in random.integers(200, size=100_000))[:200_000])
     return str(path)
 
 
