@@ -21,6 +21,7 @@ from aft_hf.conversion import distillation as module
 from aft_hf.conversion.distillation import distill, rate, student_losses
 from aft_hf.errors import InputError
 from aft_hf.publishing import write_card
+from aft_hf.running.checkpoints import read_manifest
 from aft_hf.running.ownership import RUN, join_processes, owned
 from aft_hf.running.steps import StopSignal
 
@@ -146,13 +147,20 @@ def test_save_converted_refuses_checkpoints_of_another_conversion(vit, images, t
             save(vit, tmp_path / "out", images, **{option: 1})
 
 
-def test_a_distillation_goes_on_if_its_source_has_moved(vit, images, tmp_path, monkeypatch):
+def test_a_distillation_goes_on_from_a_source_that_was_moved(vit, images, tmp_path, monkeypatch, capsys):
+    distillation = {"images": images[:8], "batch_size": 4, "steps": 2}
+    options = {"init": "attention", "images": images[:8], "distillation": distillation, **OPTIONS}
     stop_at(monkeypatch, 1)
     with pytest.raises(SystemExit):
-        save(vit, tmp_path / "out", images)
+        save_converted(vit, tmp_path / "out", **options)
     monkeypatch.undo()
-    save(shutil.move(vit, tmp_path / "moved"), tmp_path / "out", images)
-    assert not (tmp_path / CHECKPOINTS).exists()
+    (checkpoint,) = (tmp_path / CHECKPOINTS).glob("step-*")
+    recipe = read_manifest(checkpoint).recipe
+    # The keys of earlier versions, whose checkpoints are resumed, too.
+    assert recipe["conversion"]["seed"] == 0 and not {"images", "source"} & {*recipe["conversion"]}
+    assert "conversion" not in recipe["model"]
+    save_converted(shutil.copytree(vit, tmp_path / "moved"), tmp_path / "out", **options)
+    assert f"resuming from {checkpoint}" in capsys.readouterr().out
 
 
 def test_the_learning_rate_rises_and_falls_to_0():

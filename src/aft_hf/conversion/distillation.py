@@ -191,13 +191,16 @@ class _Run(Training):
     def _resume(self, directory: Path, source: VisionTransformerSource) -> None:
         """Save checkpoints in a directory from now on, and resume from the newest one, if there is one."""
         tensors = [part.tensor.reshape(-1).view(torch.uint8) for _, part in sorted(source.parts.items())]
-        # What determines the result, except the initial weights of the student, whose config says how they were made.
+        model = self.config.to_dict()
+        # How it was made: the name of the source may change, and earlier versions did not record the number of images.
+        conversion = (model.pop("conversion", None) or {}).get("options", {})
+        # What determines the result, except the initial weights of the student.
         recipe = self.settings.model_dump() | {
             "images": sum_images(self.images),
             "image_processor": source.image_processor.to_dict(),
             "source_tensors": sum_arrays(tensors),
-            "model": {**self.config.to_dict(), "transformers_version": None, "conversion": None},
-            "conversion": (getattr(self.config, "conversion", None) or {}).get("options"),  # its source may have moved
+            "conversion": {name: value for name, value in conversion.items() if name != "images"},
+            "model": {**model, "transformers_version": None},
         }
         self.recipe = json.loads(json.dumps(recipe, default=str))
         self.checkpoints = Checkpoints(self.accelerator, directory, keep=1)
