@@ -172,6 +172,7 @@ def _metadata(facts: Facts, name: str, task: str, terms: dict[str, Any]) -> Mode
             dataset_name=_plain(fact.dataset.split("/")[-1]),
             dataset_split=fact.split,
             metric_type=_plain(fact.name),
+            metric_name=_plain(fact.name.replace("_", " ")),
             metric_value=fact.value,
         )
         for fact in facts.results

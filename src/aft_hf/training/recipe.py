@@ -53,7 +53,7 @@ class Data(Section):
     dataset_config: str | None = Field(None, description="Configuration of the dataset.")
     workers: Natural = Field(0, description="Processes that load data. 0: the training process.")
     max_train_samples: Count | None = Field(None, description="First samples, or random labeled images. null: all.")
-    max_eval_samples: Count | None = Field(None, description="The same for each evaluated split.")
+    max_eval_samples: Count | None = Field(None, description="As max_train_samples, for each evaluated split.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
