@@ -7,7 +7,7 @@ from tiny_models import image_model, language_model, vit_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from aft_hf import benchmarking
-from aft_hf.benchmarking import seconds_in_turns
+from aft_hf.benchmarking import LONG_CALL, seconds_in_turns
 
 
 @pytest.fixture
@@ -95,9 +95,12 @@ def test_sizes_below_one_are_refused(saved, spend, run_command, option, value):
     assert done.returncode == 2 and option in done.stderr and "Traceback" not in done.stderr
 
 
-def test_calls_take_turns_after_two_to_warm_up(spend):
-    order, durations = [], {"a": 0.002, "b": 0.02}
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.02, ["a", "b"] * 5), (1.01 * LONG_CALL, ["a", "b", "a", *(["a", "b"] * 3)])]
+)
+def test_calls_take_turns_after_two_to_warm_up_or_one_that_takes_long(seconds, expected, spend):
+    order, durations = [], {"a": 0.002, "b": seconds}
     calls = {name: lambda name=name: (order.append(name), spend(durations[name])) for name in "ab"}
     actual = seconds_in_turns(calls, 3)
-    assert order == ["a", "b"] * 5
+    assert order == expected
     assert actual == {name: pytest.approx([durations[name]] * 3) for name in "ab"}

@@ -23,6 +23,7 @@ from .loading import load
 Call = Callable[[], object]
 Size = tuple[int, str] | None  # of images or texts: a number, and its unit
 ON_GPU = torch.cuda.is_available()
+LONG_CALL = 5.0  # seconds; a longer call is warmed up once
 
 
 def benchmark_command(
@@ -120,9 +121,10 @@ def model_call(model: Any, inputs: Mapping[str, Any], training: bool, bf16: bool
 def seconds_in_turns(calls: Mapping[Any, Call], turns: int) -> dict[Any, list[float]]:
     """Time calls that take turns (A B A B ...), so that other load on the machine affects all of them.
 
-    Each call is made twice before it is timed. Returns the seconds of each timed call by the key of the call.
+    Each call is made twice before it is timed, but only once if it takes longer than `LONG_CALL`. Returns the seconds
+    of each timed call by the key of the call.
     """
-    for call in [*calls.values()] * 2:
+    for call in [call for call in calls.values() if _seconds(call) <= LONG_CALL]:
         call()
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(turns)]
     return {name: [each[name] for each in rounds] for name in calls}

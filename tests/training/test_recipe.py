@@ -94,7 +94,7 @@ def test_a_printed_recipe_leaves_the_normalization_to_the_model_unless_it_is_giv
         ("weight-decay=1", r"^unknown key weight-decay; did you mean optimizer.weight_decay\?$"),
         ("model.hiden_size=1", r"^unknown key model.hiden_size .*; did you mean model.hidden_size\?$"),
         ("data.image_size=1", r"^unknown key data.image_size; did you mean data."),
-        ("abcdef=1", r"^unknown key abcdef; docs/training.md names the page that lists the keys$"),
+        ("abcdef=1", r"^unknown key abcdef; the page Keys of recipes of the documentation lists all$"),
         ("model.architecture=gtp2", r"^model.architecture='gtp2' is not known to transformers; did you mean gpt2\?$"),
         ("optimizer.learning_rate=fast", r"^optimizer.learning_rate='fast': must be a valid number$"),
         ("seed=9223372036854775808", r"^seed=9223372036854775808: must be less than 9223372036854775808$"),

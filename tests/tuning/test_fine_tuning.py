@@ -117,7 +117,7 @@ def test_distillation_losses_are_those_of_deit(weight, temperature):
     assert logits.grad.isfinite().all() and taught.grad is None
     same = taught.bfloat16()  # summed in float32
     assert distillation_loss(torch.tensor(0.0), same, same).item() == pytest.approx(0, abs=1e-6)
-    for wrong in ({"weight": 1.5}, {"temperature": 0.0}):
+    for wrong in ({"kind": "medium"}, {"weight": 1.5}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             distillation_loss(torch.tensor(2.0), logits, taught, **wrong)
 

@@ -15,7 +15,7 @@ def publish_command(
         bool | None, typer.Option("--private/--public", help="Visibility of a new repository. Default: the account's.")
     ] = None,
     license: Annotated[
-        str | None, typer.Option(help="SPDX id of the license. Default: that of the card or of the source.")
+        str | None, typer.Option(help="License by its name on the Hub. Default: that of the card or of the source.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and show what would be uploaded; write and upload nothing.")

@@ -57,9 +57,8 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The value as a card shows it: floats with four significant digits, integers in full."""
-        values = self.value if isinstance(self.value, list) else [self.value]
-        return ", ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values)
+        """The value as a card shows it: floats with four significant digits, whole numbers in full."""
+        return ", ".join(map(_formatted, self.value if isinstance(self.value, list) else [self.value]))
 
 
 @dataclass
@@ -206,6 +205,12 @@ def _read_evaluations(directory: Path, digest: str | None, facts: Facts) -> None
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _formatted(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _split_of(name: str) -> tuple[str | None, str]:

@@ -315,7 +315,8 @@ def build_accelerator(recipe: Recipe, accumulation: int) -> Accelerator:
     """Build the accelerator of a recipe, with its tracker; the distributed strategy is that of `accelerate launch`."""
     trackers = [*map(str, get_available_trackers())]
     if recipe.tracker not in (None, *trackers):
-        raise ValueError(f"tracker={recipe.tracker!r} is not installed; give null, or one of {', '.join(trackers)}")
+        known = ", ".join(trackers) or "none"
+        raise ValueError(f"tracker={recipe.tracker!r} is not installed; available: {known}; null: no tracker")
     if recipe.mixed_precision == "fp16" and join_processes().device.type == "cpu":
         raise ValueError("mixed_precision='fp16' needs a GPU, and there is none: give 'bf16', or 'no'")
     accelerator = Accelerator(

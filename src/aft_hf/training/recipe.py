@@ -311,7 +311,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        keys, others = _keys(kind), "; docs/training.md names the page that lists the keys"
+        keys, others = _keys(kind), "; the page Keys of recipes of the documentation lists all"
         raise ValueError(explain(error, lambda key: _suggestion(key, keys) or others)) from None
 
 

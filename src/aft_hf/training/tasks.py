@@ -93,8 +93,10 @@ class Task:
             source = fields.pop("pretrained")
             values = self._fitting(type(self.pretrained)) | fields
             # Train in float32 whatever dtype was saved: half precision would lose small updates.
-            values |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
-            model, info = load(self.auto_model, source, **values)
+            values["dtype"] = torch.float32
+            model, info = load(
+                self.auto_model, source, ignore_mismatched_sizes=True, output_loading_info=True, **values
+            )
             # Embeddings, position biases and classifiers depend on the data; the other weights of layers do not.
             of_layer, of_data = re.compile(r"\.\d+\."), re.compile(r"position|attention_bias|classifier|head|score")
             differing = sorted(name for name, *_ in info["mismatched_keys"])

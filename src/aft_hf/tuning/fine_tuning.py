@@ -292,36 +292,40 @@ class FineTuner(Trainer):
             loss = distillation_loss(loss, outputs.logits, taught, **self.distillation)
         return (loss * share, outputs) if return_outputs else loss * share
 
-    # `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
-    # file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.sharded:
+        if not self._load_weights(resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        if self.sharded:
+        if not self._load_weights(str(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
-        else:
-            self._load_weights(str(self.state.best_model_checkpoint))
 
-    def _load_weights(self, checkpoint: str) -> None:
-        saved = load_trained(type(self.model), checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
+    def _load_weights(self, checkpoint: str, model: nn.Module) -> bool:
+        """Load the weights of a checkpoint by `from_pretrained`, and return whether that is possible.
+
+        `save_pretrained` saves some models, such as ViT, under the tensor names of earlier versions. Trainer loads the
+        file without renaming, and ignores tensors of other names (huggingface/transformers issue 48805).
+        """
+        if self.sharded or not isinstance(model, PreTrainedModel):  # an adapter
+            return False
+        saved = load_trained(type(model), checkpoint, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+        return True
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as Trainer does; the random state of the CPU is restored, so that the training does not change."""
         with torch.random.fork_rng(devices=[]):
             return super().evaluate(*arguments, **options)
 
-    def create_model_card(self, *arguments: Any, **options: Any) -> None:
-        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for other models."""
-        if self.model.config.model_type == AFTConfig.model_type:
-            write_card(Path(str(self.args.output_dir)), repo_id=self.hub_model_id, license=options.get("license"))
-        else:
-            super().create_model_card(*arguments, **options)
+    def create_model_card(
+        self, language: str | None = None, license: str | None = None, *arguments: Any, **options: Any
+    ) -> None:
+        """Write the card of `aft_hf.publishing` from the run's files, or Trainer's for adapters and other models."""
+        directory = Path(str(self.args.output_dir))
+        if not (directory / "config.json").is_file() or self.model.config.model_type != AFTConfig.model_type:
+            super().create_model_card(language, license, *arguments, **options)
+        elif self.is_world_process_zero():
+            write_card(directory, repo_id=self.hub_model_id, license=license)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         cast(Any, self.state.stateful_callbacks)[IDENTITY] = self.identity  # in trainer_state.json
@@ -351,6 +355,8 @@ def distillation_loss(
     `loss` is a mean over the batch; z and z_t are logits, (B, classes). No gradient flows to the teacher. DeiT uses a
     weight of 0.1 for soft and 0.5 for hard distillation, and a temperature of 3.
     """
+    if kind not in ("soft", "hard"):
+        raise ValueError(f"distillation must be one of soft, hard, got {kind!r}")
     if not 0 <= weight <= 1 or temperature <= 0:
         raise ValueError(f"the weight must be in [0, 1] and the temperature positive, got {weight} and {temperature}")
     logits, teacher_logits = logits.float(), teacher_logits.detach().float()
