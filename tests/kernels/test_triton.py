@@ -96,7 +96,10 @@ LONG = (
     + [(x, FP32, 1, 35, "everything") for x in ("conv 2-D, one key per feature", "conv 2-D, window alone")]
     + [(x, BF16, 1, 35, "everything") for x in ("alibi causal", "full causal, table", "full, 2 heads")]
 )
-CASES = [*QUICK, *(slow(*case) for case in LONG)]
+# Products round the weights of a window to bfloat16, which costs gradients more than the contract allows.
+ROUNDED = [("local causal, window alone", BF16, 1, 70, "documents"), ("conv causal", BF16, 1, 40, "documents")]
+inexact = pytest.mark.slow, pytest.mark.xfail(raises=AssertionError, reason="gradients in bfloat16")
+CASES = [*QUICK, *(slow(*case) for case in LONG), *(pytest.param(*case, marks=inexact) for case in ROUNDED)]
 
 
 @pytest.mark.parametrize(("structure", "dtype", "batch", "length", "seen"), CASES, ids=str)
