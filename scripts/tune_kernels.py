@@ -33,7 +33,7 @@ def grid_of(**values: tuple[Any, ...]) -> list[Candidate]:
 
 
 WALKS = grid_of(BD=(32, 64, 128), num_warps=(1, 2), maxnreg=(96, 128))
-SWEEPS = grid_of(BD=(16, 32, 64), num_warps=(1, 2, 4))
+SWEEPS = grid_of(BD=(8, 16, 32), num_warps=(1, 2), maxnreg=(None, 168))
 TILES = grid_of(BM=(64, 128), BN=(64, 128), BK=(32,), num_warps=(4, 8), num_stages=(2, 3))
 # The kernels, most important first, with their candidates and the problem that they belong to.
 KERNELS: dict[str, tuple[list[Candidate], str]] = {

@@ -87,6 +87,8 @@ LONG = (
         ("full causal", FP32, 1, 12, SEEN),
         ("local causal", BF16, 1, 40, "documents"),
         ("local causal", BF16, 2, 70, "documents"),
+        ("local causal, window alone", BF16, 1, 70, "documents"),
+        ("conv causal", BF16, 1, 40, "documents"),
     ]
     + [("alibi causal", FP32, 2, 12, "left padding"), ("local causal, wide, window alone", FP32, 1, 129, "everything")]
     + [(x, FP32, 1, 1, "everything") for x in ("local causal", "full causal", "full")]
@@ -96,10 +98,7 @@ LONG = (
     + [(x, FP32, 1, 35, "everything") for x in ("conv 2-D, one key per feature", "conv 2-D, window alone")]
     + [(x, BF16, 1, 35, "everything") for x in ("alibi causal", "full causal, table", "full, 2 heads")]
 )
-# Products round the weights of a window to bfloat16, which costs gradients more than the contract allows.
-ROUNDED = [("local causal, window alone", BF16, 1, 70, "documents"), ("conv causal", BF16, 1, 40, "documents")]
-inexact = pytest.mark.slow, pytest.mark.xfail(raises=AssertionError, reason="gradients in bfloat16")
-CASES = [*QUICK, *(slow(*case) for case in LONG), *(pytest.param(*case, marks=inexact) for case in ROUNDED)]
+CASES = [*QUICK, *(slow(*case) for case in LONG)]
 
 
 @pytest.mark.parametrize(("structure", "dtype", "batch", "length", "seen"), CASES, ids=str)

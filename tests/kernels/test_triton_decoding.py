@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from test_triton import BF16, DEVICE, FP32, TRITON, registered, slow  # noqa: F401
 
 from aft_hf.kernels.triton import causal_launch as launches
+from aft_hf.kernels.triton import operators
 
 
 WIDE = {
@@ -121,6 +122,18 @@ def test_tokens_that_are_hidden_by_a_key_of_minus_infinity_change_nothing(window
         parts = [(x, y) for x, y in zip(keys.split([5, 1, 1, 1, 1], 1), values.split([5, 1, 1, 1, 1], 1))]
         outputs = [step(None, key, value, bias, None, None, True, *state) for key, value in parts]
         actual.append([torch.cat(outputs, 1), *state[:2], state[2] / state[3]])
+    torch.testing.assert_close(*actual)
+
+
+def test_a_state_that_is_not_contiguous_is_updated():
+    bias, empty, actual = torch.zeros(1, 1, 1, 3, device=DEVICE), AFTLayerState(2), []
+    empty.lazy_initialization(*torch.zeros(2, 1, 1, 0, 2, device=DEVICE))
+    keys, values = torch.randn(2, 1, 9, 2, device=DEVICE)
+    for change in (lambda x: x.clone(), lambda x: x.mT.contiguous().mT):
+        state = [change(getattr(empty, name)) for name in SUMS_AND_WINDOW]
+        parts = zip(keys.split([7, 1, 1], 1), values.split([7, 1, 1], 1))
+        outputs = [operators._causal_state(None, key, value, bias, None, None, True, *state) for key, value in parts]
+        actual.append([*outputs, *state[:2], state[2] / state[3]])
     torch.testing.assert_close(*actual)
 
 

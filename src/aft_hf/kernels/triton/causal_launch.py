@@ -157,7 +157,9 @@ class Sweep:
 
     def __init__(self, query, key, value, window: Window, first, *, backward: bool, initial: bool = False):  # type: ignore[no-untyped-def]
         self.batch, self.length, self.width = value.shape
-        self.chosen = options("sweep_backward_kernel" if backward else "sweep_kernel", value, first)
+        alone = not window.global_connectivity
+        self.forward = options("sweep_kernel", value, first, alone)
+        self.chosen = options("sweep_backward_kernel", value, first, alone) if backward else self.forward
         self.chunks, head = -(-self.length // CHUNK), self.width // window.heads
         self.near = min(-(-(window.size - 1) // CHUNK), self.chunks - 1)
         self.rows = int(first is not None or window.w_row > 0)
@@ -174,9 +176,8 @@ class Sweep:
             "C": CHUNK,
         }
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
-        self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None, **self.chosen}
-        self.repair = {name: x for name, x in self.common.items() if name != "PRECISION"}
-        self.repair |= options("repair_kernel", value, first)
+        self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None}
+        self.repair = self.common | {"BD": self.chosen["BD"]} | options("repair_kernel", value, first)
         self.programs = self.batch * window.heads * self.blocks
         # Chunks per program of the repair kernels: most programs find no flag
         self.each = min(GROUP.value, max(1, self.programs * self.chunks // ENOUGH_REPAIRS))
@@ -188,9 +189,8 @@ class Sweep:
 
     def _tiles(self, window: Window, first: Any, shape: dict[str, Any], backward: bool) -> Tiles:
         count = (self.batch if self.rows else 1) * window.heads * self.tiles_per_row
-        dtype = torch.bfloat16 if self.common["PRECISION"] == "bf16" else torch.float32
-        of_queries = self.empty(count, CHUNK, (self.near + 1) * CHUNK, dtype=dtype)
-        of_keys = self.empty(*of_queries.shape, dtype=dtype) if backward else None
+        of_queries = self.empty(count, CHUNK, (self.near + 1) * CHUNK)
+        of_keys = self.empty(*of_queries.shape) if backward else None
         made = Tiles(of_queries, of_keys, self.empty(count, CHUNK), self.empty(count, CHUNK), self.empty(count))
         sizes = self.length, self.chunks, self.tiles_per_row, *window.numbers
         shape = shape | {"DOCUMENTS": first is not None, "BACKWARD": backward}
@@ -201,7 +201,8 @@ class Sweep:
         """Into how many segments to cut the rows, and their length: single chunks if no sums connect them."""
         if not self.common["GLOBAL"]:
             return self.chunks, CHUNK
-        return segments(value, self.chosen["BD"], self.chosen["num_warps"])
+        # Those of the forward pass in the backward pass, too: each has its center of the values
+        return segments(value, self.forward["BD"], self.forward["num_warps"])
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the flags of chunks that need care, and for the sums before them."""
@@ -226,7 +227,7 @@ def sweep(query, key, value, window, first, kept, state=None):  # type: ignore[n
     of_kept, flags = kept or nothing, at.state()
     given = query, key, value, tiles.of_queries, tiles.far, tiles.spread, first, sums, output, *of_kept, *flags
     sizes = at.length, at.chunks, at.tiles_per_row, at.width, count, size // CHUNK, at.rows, key.shape[2]
-    constants = at.common | {"KEEP": kept is not None, "SEGMENTS": sums is not None}
+    constants = at.common | at.chosen | {"KEEP": kept is not None, "SEGMENTS": sums is not None}
     constants |= {"INITIAL": state is not None and far}
     sweep_kernel[(at.programs * count,)](*given, *before, *sizes, *strides, **constants)
     given = query, key, value, window.tensor, tiles.top, first, output, *of_kept, *flags
@@ -264,7 +265,7 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
     tensors = gradient, query, key, value, *kept
     given = *tensors, tiles.of_keys, tiles.top, tiles.far, first, sums, grad_query, grad_key, grad_value, *flags
     sizes, others = (at.length, at.chunks, at.tiles_per_row, at.width), (size // CHUNK, at.rows, *strides)
-    constants = at.common | {"SEGMENTS": sums is not None}
+    constants = at.common | at.chosen | {"SEGMENTS": sums is not None}
     if sums is not None:
         totals = at.programs * (count - 1)
         sweep_backward_kernel[(totals,)](*given, *sizes, count - 1, *others, TOTALS=True, **constants)

@@ -122,7 +122,7 @@ def _causal_state(*arguments: Any) -> torch.Tensor:
     if value.numel() == 0:
         return torch.empty_like(value)
     otherwise = partial(schema.portable_state, *arguments)
-    if not schema._takes("causal", arguments[:7]):
+    if not schema._takes("causal", arguments[:7]) or not all(x.is_contiguous() for x in arguments[7:]):
         return otherwise()
     return _run("causal_state", value, lambda module: module.causal_state(*arguments), otherwise)
 

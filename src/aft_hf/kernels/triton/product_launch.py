@@ -81,10 +81,8 @@ class _Problem:
         self.w, self.grid, self.heads, self.device = w.contiguous(), grid, len(w), value.device
         (self.batch, self.length, self.width), key_width = value.shape, key.shape[-1]
         features, chosen = self.width // self.heads, options("product", value)
-        self.operand = torch.bfloat16 if chosen["PRECISION"] == "bf16" else torch.float32
-        precision = {"PRECISION": "tf32" if chosen["PRECISION"] == "bf16" else chosen["PRECISION"]}
-        self.options = chosen | precision
-        self.weight_options = options("weight_gradient_kernel", value) | precision
+        self.options = dict(chosen)
+        self.weight_options = options("weight_gradient_kernel", value) | {"PRECISION": chosen["PRECISION"]}
         per_head = key_width == self.heads and features > 1
         self.parts = _parts(features, self.options["BN"]) if per_head else features
         part = -(-features // self.parts)
@@ -120,12 +118,12 @@ class _Problem:
         self.weights: tuple[Any, ...]
         heads, length, grid = self.heads, self.length, self.grid
         if grid is None:
-            exponentials = self.new(heads, self.padded, self.padded, dtype=self.operand)
+            exponentials = self.new(heads, self.padded, self.padded)
             self.weights = exponentials, self.w, self.new(heads, length), None
             given = self.w, exponentials, self.weights[2], self.flags, length, self.padded, self.tiles
             kernels.table_weights_kernel[(heads, self.padded // 16)](*given, CAUSAL=causal, BM=16, BLOCK=128)
             return
-        exponentials = self.new(heads, grid.offsets, dtype=self.operand)
+        exponentials = self.new(heads, grid.offsets)
         w, largest, codes = self.new(heads, grid.offsets), self.new(heads), self.new(length, dtype=torch.int32)
         self.weights = exponentials, w, largest, codes
         block = min(1024, power_of_two_from(grid.offsets))
@@ -136,7 +134,7 @@ class _Problem:
 
     def store_operand(self, kernel: Any, *tensors: Any, **constants: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store a factor of the products, (h, padded T, columns), and its sums over ROWS positions if used."""
-        operand = self.new(self.heads, self.padded, self.count, dtype=self.operand)
+        operand = self.new(self.heads, self.padded, self.count)
         sums = self.new(self.heads, self.padded // ROWS, self.count) if self.far["FAR"] else None
         units = max(1, min(OPERAND_COLUMNS, self.options["BN"]) // self.columns["WIDTH"])
         programs = (self.padded // ROWS * (self.count // (units * self.columns["WIDTH"])), self.heads)

@@ -16,7 +16,7 @@ Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 log
 a_t. `causal_launch.py` launches these kernels.
 """
 
-from .device import EMPTY, INTERPRETED, LOG2E, _divide, _largest, _log2, _once, kernel, tl, triton
+from .device import EMPTY, LOG2E, _divide, _largest, _log2, _once, kernel, tl, triton
 from .walk_kernels import _join, _load_sums, _store_sums
 
 
@@ -42,22 +42,8 @@ def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, B
 
 
 @triton.jit
-def _factor(x, PRECISION: tl.constexpr):
-    """Round a factor of a product to its precision."""
-    if PRECISION == "bf16":
-        return _once(x.to(tl.bfloat16))
-    else:
-        return _once(x)
-
-
-@triton.jit
 def _dot(a, x, PRECISION: tl.constexpr):
-    if PRECISION == "bf16" and INTERPRETED:  # the interpreter has no products of bfloat16
-        return tl.dot(a.to(tl.float32), x.to(tl.bfloat16).to(tl.float32), input_precision="ieee")
-    elif PRECISION == "bf16":
-        return tl.dot(a, x.to(tl.bfloat16))
-    else:
-        return tl.dot(a, x, input_precision=PRECISION)
+    return tl.dot(a, x, input_precision=PRECISION)
 
 
 @triton.jit
@@ -75,9 +61,12 @@ def _tile(ptr, t, step, features, inside, other: tl.constexpr):
 
 @triton.jit
 def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS: tl.constexpr):
-    """Load keys, and values relative to a center: -inf and 0 for hidden tokens, whose values may be NaN."""
-    inside = ((t >= 0) & (t < T))[:, None] & exists[None, :]
-    k, v = _tile(k_ptr, t, kt, keys, inside, -float("inf")), _tile(v_ptr, t, vt, features, inside, 0.0)
+    """Load keys, (C, 1) if `keys` is one that all features share, and values relative to a center: -inf and 0 for
+    hidden tokens, whose values may be NaN.
+    """
+    inside, some = ((t >= 0) & (t < T))[:, None], exists if keys.shape[0] > 1 else keys >= 0
+    k = _tile(k_ptr, t, kt, keys, inside & some[None, :], -float("inf"))
+    v = _tile(v_ptr, t, vt, features, inside & exists[None, :], 0.0)
     if DOCUMENTS:
         k = tl.where((start > t)[:, None], -float("inf"), k)
     return k, tl.where(k > -float("inf"), v - center[None, :], 0.0)
@@ -96,14 +85,13 @@ def _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists):
 
 
 @triton.jit
-def _carried(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, M,
-             PRECISION: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+def _carried(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, M, DOCUMENTS: tl.constexpr):
     """The largest key so far, M or one of a chunk, and the sums and factors of the chunk relative to it."""
     k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
     M = tl.maximum(M, tl.max(k, 0))
     p = tl.exp2((k - M[None, :]) * LOG2E)
     pv = p * v
-    return M, tl.sum(p, 0), tl.sum(pv, 0), _factor(p, PRECISION), _factor(pv, PRECISION)
+    return M, tl.sum(p, 0), tl.sum(pv, 0), _once(p), _once(pv)
 
 
 @triton.jit
@@ -213,8 +201,7 @@ def sweep_kernel(
             start, before = tl.where(t >= begin, t * 0, T), begin < first_chunk * C - C
             far_top, N0, D0 = tl.where(before, far_top, EMPTY), tl.where(before, N0, 0.0), tl.where(before, D0, 0.0)
         M, joining_p, joining_pv, last_p, last_pv = _carried(
-            k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, far_top, PRECISION,
-            DOCUMENTS)  # fmt: skip
+            k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, far_top, DOCUMENTS)  # fmt: skip
         fade = tl.exp2((far_top - M) * LOG2E)
     elif not CHECK:  # the largest key that all queries of the first chunk see
         for j in tl.range(NEAR):
@@ -280,7 +267,7 @@ def sweep_kernel(
         p = tl.exp2((k - m[None, :]) * LOG2E)
         pv, k2, v2, u = p * v, k, v, t
         if NEAR > 0:
-            own_p, own_pv = _factor(p, PRECISION), _factor(pv, PRECISION)
+            own_p, own_pv = _once(p), _once(pv)
         if CARRY:
             joining_p, joining_pv, last_p, last_pv = tl.sum(p, 0), tl.sum(pv, 0), own_p, own_pv
         elif NEAR > 0:
@@ -329,7 +316,7 @@ def sweep_kernel(
             next_center = _center(k_ptr, v_ptr, t, (t >= begin) & (t < T), kt, vt, keys, features, exists)
             M, joining_p, joining_pv, last_p, last_pv = _carried(
                 k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, tl.where(t >= begin, start, T), next_center,
-                tl.zeros((BD,), tl.float32) + EMPTY, PRECISION, DOCUMENTS)  # fmt: skip
+                tl.zeros((BD,), tl.float32) + EMPTY, DOCUMENTS)  # fmt: skip
             largest, fade = tl.where(M > EMPTY, M, m), tl.zeros((BD,), tl.float32)
             N0, D0 = fade, fade
         of_chunk = (b * N + n) * D + features
@@ -537,9 +524,8 @@ def sweep_backward_kernel(
     CARRY: tl.constexpr = NEAR == 1 and GLOBAL and not TOTALS  # as in the forward pass
     CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and not CARRY)
     MASK: tl.constexpr = not GLOBAL or DOCUMENTS
-    # As in the forward pass; in float32, loads of 4 features spill registers
-    AT_ONCE: tl.constexpr = 2 if (CARRY or DOCUMENTS) and PRECISION == "tf32x3" else 4
-    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, AT_ONCE)
+    ONE_CENTER: tl.constexpr = CARRY and not DOCUMENTS  # a segment has one since the forward pass
+    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, 4)
     if TOTALS:
         s += 1
     row = b * T * D
@@ -547,7 +533,9 @@ def sweep_backward_kernel(
     dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 3 * D
     if GATED:
         q_ptr, dq_ptr = q_ptr + b * qb, dq_ptr + row
-    tiles, i = (b * rows * HEADS + head) * NT, tl.max_contiguous(tl.arange(0, C), AT_ONCE)
+    tiles, i = (b * rows * HEADS + head) * NT, tl.max_contiguous(tl.arange(0, C), 4)
+    if KEY_PER_HEAD:  # a column, which is loaded once for all features
+        keys = tl.zeros((1,), tl.int32) + head
     # Sums over later queries of g / denominator (X), times the average relative to `center` (Z); relative to
     # exp2(R) / exp(reference)
     R, X, Z = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
@@ -576,15 +564,16 @@ def sweep_backward_kernel(
         far_x, far_xc = _far_sums(
             g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + of_tile, far_ptr + of_tile, D, exists,
             DOCUMENTS)  # fmt: skip
-        x_next, xc_next = _factor(x_next, PRECISION), _factor(x_next * c, PRECISION)
+        x_next, xc_next = _once(x_next), _once(x_next * c)
     for back in range(0, end - first_chunk):
         n = end - 1 - back
         u = n * C + i
-        old_center, below = center, tl.load(r_ptr + (n - 1) * 3 * D + features, exists & (n > 0), EMPTY)
-        center = tl.load(r_ptr + n * 3 * D + D + features, exists, 0.0)
-        Z += (old_center - center) * X
-        if CARRY:
-            far_xc += (old_center - center) * far_x
+        below = tl.load(r_ptr + (n - 1) * 3 * D + features, exists & (n > 0), EMPTY)
+        if not ONE_CENTER:
+            old_center, center = center, tl.load(r_ptr + n * 3 * D + D + features, exists, 0.0)
+            Z += (old_center - center) * X
+            if CARRY:
+                far_xc += (old_center - center) * far_x
         begin = 0  # the document of the last key, which the queries after the window see
         if DOCUMENTS:
             begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
@@ -592,10 +581,23 @@ def sweep_backward_kernel(
             inside, at = (u < T)[:, None] & exists[None, :], u[:, None] * D + features[None, :]
             tile = tl.where(NT < N, tl.minimum(n, NT - 1 - NEAR), n)
             b_at = b_ptr + ((tiles + tile) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
+            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+            if CARRY and DOCUMENTS:  # later queries see the last document of the chunk
+                seen = (u >= begin)[:, None]
+                of_num, of_den = tl.where(seen, X[None, :], 0.0), tl.where(seen, Z[None, :], 0.0)
+            elif not CHECK:
+                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
+            if CARRY:  # the queries of the chunk after this one, whose factors were computed with it
+                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2(_shift(reference, of_next))
+                later = _dot(a, x_next, PRECISION)
+                if not ONE_CENTER:
+                    of_den += later * (fade * (center_next - center))[None, :]
+                of_num += later * fade[None, :]
+                of_den += _dot(a, xc_next, PRECISION) * fade[None, :]
             g, c, log_den, _ = _queries(
                 g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center, GATED, MASK,
                 True, C)  # fmt: skip
-            lowest, bad = tl.zeros((BD,), tl.float32), center != center
+            lowest, bad = tl.zeros((BD,), tl.float32), features < 0
             if CHECK:
                 rho = _largest(-log_den + (g + c) * 0.0)
                 lowest = tl.maximum(rho, EMPTY)
@@ -608,22 +610,10 @@ def sweep_backward_kernel(
                     g, c, log_den, reference, r_ptr + features, n - 2, top_ptr + of_tile, far_ptr + of_tile, D, exists,
                     DOCUMENTS)  # fmt: skip
                 bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # a query that is not finite
-            x, xc = _factor(x, PRECISION), _factor(x * c, PRECISION)
+            x, xc = _once(x), _once(x * c)
             a = tl.load(b_at)
-            own_num, own_den = _dot(a, x, PRECISION), _dot(a, xc, PRECISION)
-            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-            if CARRY and DOCUMENTS:  # later queries see the last document of the chunk
-                seen = (u >= begin)[:, None]
-                of_num, of_den = tl.where(seen, X[None, :], 0.0), tl.where(seen, Z[None, :], 0.0)
-            elif not CHECK:
-                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
-            if CARRY:  # the queries of the chunk after this one, whose factors were computed with it
-                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2(_shift(reference, of_next))
-                later = _dot(a, x_next, PRECISION)
-                of_den += later * (fade * (center_next - center))[None, :]
-                of_num += later * fade[None, :]
-                of_den += _dot(a, xc_next, PRECISION) * fade[None, :]
-            of_num, of_den = of_num + own_num, of_den + own_den
+            of_num, of_den = of_num + _dot(a, x, PRECISION), of_den + _dot(a, xc, PRECISION)
+            tl.debug_barrier()  # otherwise keys and values are loaded before the products, and registers spill
             k, v = _keys(
                 k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
                 DOCUMENTS)  # fmt: skip
@@ -691,7 +681,9 @@ def sweep_backward_kernel(
                 R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
                 n + NEAR, T, D, gt, qt, features, exists, below, center, GATED, CHECK, C)  # fmt: skip
         if CARRY:
-            x_next, xc_next, of_next, center_next = x, xc, reference, center
+            x_next, xc_next, of_next = x, xc, reference
+            if not ONE_CENTER:
+                center_next = center
             flag_next = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0)
         reference = below
     if TOTALS:
@@ -803,8 +795,8 @@ def _window_gradient(
         x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
         e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
         ev, xc = tl.where(good[None, :], e * v, 0.0), tl.where(good[None, :], x * c, 0.0)
-        total += _dot(_factor(x, PRECISION), tl.trans(_factor(ev, PRECISION)), PRECISION)
-        total += _dot(_factor(-xc, PRECISION), tl.trans(_factor(e, PRECISION)), PRECISION)
+        total += _dot(_once(x), tl.trans(_once(ev)), PRECISION)
+        total += _dot(_once(-xc), tl.trans(_once(e)), PRECISION)
         careful += tl.max((exists & ~good).to(tl.int32))
     return total, careful
 
