@@ -54,7 +54,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_100": {"BD": 8, "num_warps": 1, "maxnreg": 224, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BD": 8, "num_warps": 4, "PRECISION": "tf32x3"},  # with 2 warps, it spills registers
-        # Where they are 8 features, 16 spill registers
+        # With BD 8, since BD 16 spills registers
         "bfloat16 documents": {"BD": 8},
         "bfloat16 sm_80 documents": {},
         "bfloat16 sm_90 documents": {},
