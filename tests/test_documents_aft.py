@@ -1,7 +1,10 @@
 """Who sees whom: packed documents, padding, and both, as one value for all layers."""
 
+import math
+
 import pytest
 import torch
+from test_caching_aft import Operations
 from tiny_models import language_model
 
 from aft_hf import AFTConv
@@ -113,3 +116,50 @@ def test_packed_documents_compile_as_one_graph_also_after_texts_of_other_lengths
     mask[0, 6:] = 0
     inputs = {"position_ids": POSITIONS, "use_cache": False} | ({"attention_mask": mask} if padded else {})
     torch.testing.assert_close(compiled(ids, **inputs).logits[mask == 1], model(ids, **inputs).logits[mask == 1])
+
+
+PADDED = {
+    "left": [[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]],
+    "right": [[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0]],
+    "holes": [[0, 1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 1, 1]],
+    "nothing real": [[0] * 8, [1] * 8],
+}
+TYPES = ("full", "local", "simple", "conv", "alibi", ["full", "local"])
+
+
+@pytest.mark.parametrize("mask", PADDED.values(), ids=PADDED)
+@pytest.mark.parametrize("aft_type", TYPES, ids=str)
+def test_a_model_moves_padding_once_for_all_layers_or_leaves_it_where_layers_are_observed(aft_type, mask):
+    """Both give the same outputs and gradients, whatever the embeddings of padding are."""
+    model, real = language_model(aft_type).double(), torch.tensor(mask).bool()
+    given, outputs = torch.randn(2, 8, model.config.hidden_size, dtype=torch.float64), []
+
+    def run(padding=1.0, **options):
+        embedded = given.masked_fill(~real[..., None], padding).requires_grad_()
+        output = model.aft(inputs_embeds=embedded, attention_mask=real.long(), **options)
+        seen = output.last_hidden_state[real]
+        return output, [seen, *torch.autograd.grad(seen.square().sum(), [embedded, *model.aft.layers.parameters()])]
+
+    moved, actual = run(padding=math.nan)
+    assert moved.last_hidden_state[~real].eq(0).all()
+    observed, expected = run(output_hidden_states=True)
+    torch.testing.assert_close(actual, expected)
+    model = language_model(aft_type).double()
+    with model.aft.layers[0].register_forward_hook(lambda module, inputs, output: outputs.append(output)):
+        run()
+    torch.testing.assert_close(outputs[0][real], observed.hidden_states[1][real])
+
+
+@pytest.mark.parametrize("mask", list(PADDED.values())[:3], ids=list(PADDED)[:3])
+@pytest.mark.parametrize("aft_type", TYPES[:5])
+@torch.no_grad()
+def test_a_layer_runs_the_operations_of_one_without_padding(aft_type, mask):
+    ids, counts = torch.arange(16).view(2, 8), []
+    for given in (None, torch.tensor(mask)):
+        for layers in (2, 3):
+            model = language_model(aft_type, num_hidden_layers=layers)
+            model(ids, attention_mask=given, use_cache=False)
+            with Operations() as operations:
+                model(ids, attention_mask=given, use_cache=False)
+            counts.append(operations.count)
+    assert counts[3] - counts[2] == counts[1] - counts[0]

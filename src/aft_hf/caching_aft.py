@@ -140,13 +140,11 @@ class AFTLayerState(CacheLayerMixin):
             raise ValueError("a cache holds one sequence per row, but position_ids or cu_seq_lens_q pack several")
         if not self.is_initialized:
             self.lazy_initialization(*problem.by_head())
-        length, restored = problem.length, None
+        length, moved = problem.length, None
         if seen is not None:
-            count, first, self.padded = seen.real.sum(1), seen.first, True
-            if first is None or self.window is None:
-                problem, restored = without_padding(problem)
-                tokens = torch.arange(length, device=count.device)
-                first = torch.where(tokens < count[:, None], 0, length)
+            count, first, self.padded = seen.real.sum(1), seen.padding_last().first, True
+            if seen.order is not None or self.window is None:
+                problem, moved = without_padding(problem)
         if length == 0:
             context = problem.value.new_zeros(problem.value.shape)
         elif self.window is None:
@@ -154,7 +152,7 @@ class AFTLayerState(CacheLayerMixin):
         else:
             context = self._mix_constant(problem, first, implementation)
         self.count(length, count)
-        return context if restored is None else restored(context)
+        return context if moved is None else moved.restored(context)
 
     def _mix_constant(self, problem: Mixing, first: Tensor | None, implementation: str) -> Tensor:
         """Compute and add tokens to a state of constant size."""
@@ -166,7 +164,7 @@ class AFTLayerState(CacheLayerMixin):
         tensors = (*given, *state) if torch.is_grad_enabled() else state
         needs_gradients = any(x.requires_grad for x in tensors if isinstance(x, Tensor))
         if by_operator and not needs_gradients:
-            return torch.ops.aft_hf_v3.causal_state(*given, *state)
+            return torch.ops.aft_hf_v4.causal_state(*given, *state)
         # The operator `causal` has gradients, unlike `causal_state`.
         context = mix_causal(problem, implementation, first) if by_operator and self.is_empty else None
         context, following = portable_causal_state(*given, *state, context=context)
@@ -286,10 +284,6 @@ class AFTLayerState(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("the cache of an AFT is a sum over the past: tokens cannot be removed from it")
 
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
 
 def longest_row(length: int, limit: int | None, visibility: Visibility | None, state: Any) -> int | None:
     """Return the length of the longest row or document after `length` new tokens; None if not known."""
@@ -318,7 +312,7 @@ class AFTCache(Cache):
 
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(layer.nbytes() for layer in self.layers)
+        return sum(x.nbytes for layer in self.layers for x in layer._tensors().values())
 
 
 __all__ = ["AFTCache", "AFTLayerState"]

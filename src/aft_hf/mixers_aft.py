@@ -33,14 +33,8 @@ class AFTMixer(nn.Module):
         num_heads: position-bias heads h; each owns d / h features.
         causal: whether position t sees only t' <= t.
         key_per_head: whether K is one number per head, as in AFT-conv, or per feature.
-        qkv_bias: whether query, key and value projections have biases.
-        use_query: whether the output is gated by the query.
-        query_activation: name of the activation of the query in `transformers.activations.ACT2FN`.
-        use_output_projection: whether to project the result.
-        global_connectivity: whether positions outside the window are visible, with w = 0.
-        position_bias_init_std: standard deviation of new learned biases, or of factors, including the multiplier.
-        position_bias_multiplier: constant m by which learned biases are multiplied (factors by sqrt(m) each).
-        mixing_implementation: the form that computes Eq. 2, as in `AFTConfig`.
+        qkv_bias, use_query, query_activation, use_output_projection, global_connectivity, position_bias_init_std,
+            position_bias_multiplier, mixing_implementation: as in `AFTConfig`.
     """
 
     # The length of the longest sequence that learned tables cover; None without learned tables.
@@ -308,7 +302,7 @@ class AFTSimple(AFTMixer):
 class AFTAlibi(AFTMixer):
     """AFT with ALiBi biases: w = -m_i (t - t'), m_i = 2^(-8 i / h) for head i = 1 .. h, causal.
 
-    Linear time, without a limit on the length. It has the arguments of `AFTMixer`; `causal` must be True.
+    Linear time, any length. It has the arguments of `AFTMixer`; `causal` must be True.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, *, causal: bool = True, **options: Any):
@@ -405,10 +399,9 @@ class AFTConv(AFTMixer):
         spatial_dims: 2 for s x s kernels on a grid of rows and columns, 1 for a sequence.
         causal: whether position t sees only t' <= t, for `spatial_dims=1` only. The kernel then covers the lags
             0 .. s - 1.
-        position_bias_reparameterized: whether to apply Eq. 8; False to use the kernels themselves as w.
         position_bias_selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a
             Gumbel-softmax sample of itself in training, and by the one-hot vector of its maximum at inference.
-        gumbel_temperature: temperature of the Gumbel softmax.
+        position_bias_reparameterized, gumbel_temperature: as in `AFTConfig`.
         **options: the other arguments of `AFTMixer`.
     """
 

@@ -10,7 +10,6 @@ otherwise by the portable form (`portable_aft.py`).
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from reprlib import repr as shown
@@ -60,8 +59,8 @@ class Visibility:
             tokens of a document, or may do so in a traced program.
         is_packed: whether rows may hold several documents.
         longest: the length of the longest document; None in a traced program.
-        order: for rows without packed documents, if padding may lie before real tokens: (2, B, T) indices into the
-            tokens of the batch, which move padding behind the real tokens of each row, and back.
+        order: (2, B, T) indices into the tokens of the batch, which move padding behind the real tokens of each row,
+            and back. None with packed documents, and if all padding is there.
     """
 
     real: Tensor
@@ -125,6 +124,22 @@ class Visibility:
             return self
         tensors: Any = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
         return replace(self, **tensors)
+
+    def padding_last(self) -> "Visibility":
+        """Return who sees whom after `moved`, with padding behind the real tokens, which no causal token sees."""
+        if self.order is None:
+            return self
+        real, position = (x.flatten()[self.order[0]] for x in (self.real, self.position))
+        first = torch.zeros_like(position).masked_fill(~real, real.shape[1])
+        return replace(self, real=real, position=position, first=first, order=None)
+
+    def moved(self, x: Tensor) -> Tensor:
+        """Move the tokens of x, (B, T, d)."""
+        return x if self.order is None else _tokens(x, self.order[0])
+
+    def restored(self, x: Tensor) -> Tensor:
+        """Move the tokens of x, (B, T, d), back, with 0 for padding."""
+        return (x if self.order is None else _tokens(x, self.order[1])).masked_fill(~self.real.unsqueeze(-1), 0.0)
 
     def pairs(self) -> Tensor:
         """Return whether a token sees another one, (B, T, T), before any causal mask."""
@@ -264,7 +279,7 @@ class Mixing:
 # -------- which form
 
 # The namespace of the operators of aft-hf, which `aft_hf.kernels.operators` describes.
-OPERATORS = "aft_hf_v3"
+OPERATORS = "aft_hf_v4"
 
 # Bidirectional windows of more chunks than this are computed by running sums; for fewer, a table is faster.
 FEW_CHUNKS = 16
@@ -303,7 +318,7 @@ def causal_w(problem: Mixing, by_operator: bool, start: int | Tensor = 0) -> tup
     biases, length, dtype = problem.biases, problem.value.shape[1], working_dtype(problem.value)
     if by_operator and isinstance(biases, Window) and biases.key is not None:
         starts = (0, start) if isinstance(start, Tensor) else (start, None)
-        bias = torch.ops.aft_hf_v3.band(biases.query, biases.key, starts[0], length, biases.size, starts[1])
+        bias = torch.ops.aft_hf_v4.band(biases.query, biases.key, starts[0], length, biases.size, starts[1])
         bias = bias if biases.multiplier == 1.0 else bias * biases.multiplier
     else:
         bias = biases.by_lag(length, start)
@@ -346,8 +361,8 @@ def mix(problem: Mixing, implementation: str = "auto") -> Tensor:
         return _mix_whole(problem, implementation)
     if seen.is_packed:
         return _mix_documents(problem, implementation)
-    problem, restored = without_padding(problem)
-    return restored(mix(problem, implementation))
+    problem, seen = without_padding(problem)
+    return seen.restored(mix(problem, implementation))
 
 
 def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
@@ -361,7 +376,7 @@ def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
     if isinstance(biases, LagKernel) and on_both_sides and uses_operator("grid", implementation, device):
         biases = GridKernel(biases.kernels.unsqueeze(1), (1, length), biases.global_connectivity)
     if isinstance(biases, GridKernel) and not causal:
-        run = torch.ops.aft_hf_v3.grid if uses_operator("grid", implementation, device) else portable_grid
+        run = torch.ops.aft_hf_v4.grid if uses_operator("grid", implementation, device) else portable_grid
         kernels = biases.kernels.to(working_dtype(value))
         return run(query, key, value, kernels, *biases.grid_size, biases.global_connectivity)
     if isinstance(biases, NoBias) and not causal:
@@ -374,7 +389,7 @@ def _mix_whole(problem: Mixing, implementation: str) -> Tensor:
     longest = causal and exporting and isinstance(biases, Dense)
     bias = biases.dense(biases.query.shape[1] if longest else length).to(working_dtype(value))
     if uses_operator("table", implementation, device):
-        return torch.ops.aft_hf_v3.table(query, key, value, bias, causal)
+        return torch.ops.aft_hf_v4.table(query, key, value, bias, causal)
     return portable_table(query, key, value, bias, causal, not biases.global_connectivity)
 
 
@@ -387,7 +402,7 @@ def mix_causal(problem: Mixing, implementation: str, first: Tensor | None, start
     window, slopes = causal_w(problem, by_operator, start)
     if window is None and key.shape != value.shape:  # without a window, keys are per feature
         key = key.repeat_interleave(value.shape[-1] // problem.num_heads, -1)
-    run = torch.ops.aft_hf_v3.causal if by_operator else portable_causal
+    run = torch.ops.aft_hf_v4.causal if by_operator else portable_causal
     return run(query, key, value, window, slopes, first, problem.biases.global_connectivity)
 
 
@@ -415,25 +430,16 @@ def _mix_documents(problem: Mixing, implementation: str) -> Tensor:
     return context[:-1].view_as(value)
 
 
-def without_padding(problem: Mixing) -> tuple[Mixing, Callable[[Tensor], Tensor]]:
+def without_padding(problem: Mixing) -> tuple[Mixing, Visibility]:
     """Hide the padding of rows without packed documents, behind their real tokens if the order of tokens counts.
-    Return the problem, and a function that returns its averages to their places, with 0 for padding.
+    Return the problem, and the visibility whose `restored` returns its averages to their places.
     """
     seen: Any = problem.visibility
-    tensors: Any = problem.query, problem.key, problem.value
-    padding = hidden = ~seen.real.unsqueeze(-1)
-    order = seen.order if problem.biases.ordered or problem.causal else None
-    if order is not None:
-        tensors = [x if x is None else _tokens(x, order[0]) for x in tensors]
-        hidden = padding.flatten(0, 1)[order[0]]
-    query, key, value = tensors
-    key, value = hide(key, value, hidden)
-    query = query if query is None else query.masked_fill(hidden, 0.0)
-
-    def restored(context: Tensor) -> Tensor:
-        return (context if order is None else _tokens(context, order[1])).masked_fill(padding, 0.0)
-
-    return replace(problem, key=key, value=value, query=query, visibility=None), restored
+    seen = seen if problem.biases.ordered or problem.causal else replace(seen, order=None)
+    hidden = ~seen.padding_last().real.unsqueeze(-1)
+    key, value = hide(seen.moved(problem.key), seen.moved(problem.value), hidden)
+    query = problem.query if problem.query is None else seen.moved(problem.query).masked_fill(hidden, 0.0)
+    return replace(problem, key=key, value=value, query=query, visibility=None), seen
 
 
 def _tokens(x: Tensor, index: Tensor) -> Tensor:

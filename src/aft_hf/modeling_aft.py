@@ -371,10 +371,22 @@ class AFTModel(AFTPreTrainedModel):
         if cache is not None:
             cache.layers[0].check_batch_size(size[0])
         hidden_states = self.embeddings(hidden_states, visibility, None if cache is None else cache.layers[0])
+        padded = None
+        if visibility is not None and not (is_packed or self._is_observed(**kwargs)):
+            padded = visibility.to(hidden_states.device)
+            hidden_states = padded.moved(hidden_states.masked_fill(~padded.real.unsqueeze(-1), 0.0))
+            visibility = None if cache is None else padded.padding_last()
         for layer, state in zip(self.layers, [None] * len(self.layers) if cache is None else cache.layers):
             hidden_states = layer(hidden_states, attention_mask, state=state, visibility=visibility, **kwargs)
         hidden_states = self.layernorm(hidden_states)
+        if padded is not None:
+            hidden_states = padded.to(hidden_states.device).restored(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+
+    def _is_observed(self, **kwargs: Any) -> bool:
+        """Whether outputs of layers are recorded, or hooks see them: tokens then stay in place."""
+        records = (kwargs.get(x, getattr(self.config, x)) for x in ("output_hidden_states", "output_attentions"))
+        return any(records) or any(x._forward_hooks or x._forward_pre_hooks for x in self.layers.modules())
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Return the embedded tokens, of which there must be at least one."""

@@ -85,7 +85,6 @@ FARTHER = 8.0
 # Where values cannot be read, biases are raised to the largest one of their row minus this.
 LARGEST_SPAN = 65.0
 
-# Logits at once.
 LOGITS_AT_ONCE = 2**22
 
 # Triangles of at most this many positions are one block.
@@ -381,7 +380,7 @@ CHUNK_SIZE = 32
 # New tokens that continue a state are seen by one table if there are at most this many, or in pieces of this size.
 PIECE_SIZE = 128
 
-# Grids are convolved, where that is precise, if their table exp(w) has more entries than this (`_convolves`).
+# Grids are convolved, where that is precise, if their table exp(w) has more entries than this.
 LARGEST_GRID_TABLE = 2**22
 
 
@@ -548,11 +547,9 @@ def causal_state(
     (heads, window), length, device = keys.shape[1:3], value.shape[1], value.device
     count, tokens = None, torch.arange(length, device=device)
     key, new_values = by_head(key, value, heads)
-    if first is not None:  # in each row, padding moves behind the real tokens
+    if first is not None:
         count = (first <= tokens).sum(1)
-        index = (tokens + first.amin(1, keepdim=True)).clamp_max(length - 1)[:, None, :, None]
-        behind = (tokens >= count[:, None])[:, None, :, None]
-        key, new_values = hide(key.take_along_dim(index, 2), new_values.take_along_dim(index, 2), behind)
+        key, new_values = hide(key, new_values, (first > tokens)[:, None, :, None])
     # The tokens before the window enter as one, whose key is the logarithm of the sum of exp(K + w).
     far = Averages.of(numerator, denominator, maximum)
     far_value, far_key = far.map(lambda x: x.to(key.dtype))
@@ -578,9 +575,6 @@ def causal_state(
             table = table.masked_fill(hidden, -math.inf)
         sums = block_sums(all_keys.unsqueeze(3), all_values.unsqueeze(3), table, masked=masked)
         average = sums.average.squeeze(3)
-    if first is not None:
-        place = (tokens - first.amin(1, keepdim=True)).clamp_min(0)[:, None, :, None]
-        average = average.take_along_dim(place, 2)
     return finish(query, average, value.dtype, first), state
 
 

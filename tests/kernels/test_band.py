@@ -10,7 +10,7 @@ from aft_hf.kernels import operators
 from aft_hf.kernels.library import runnable_variants
 
 
-OPS = torch.ops.aft_hf_v3
+OPS = torch.ops.aft_hf_v4
 pytestmark = pytest.mark.skipif(not runnable_variants(), reason="no compiled kernels for this CPU")
 # (h, P, d'), start, T, s: one of each, primes, parts of vectors, a window that is longer than the sequence, no tokens.
 CASES = [((1, 1, 1), 0, 1, 1), ((2, 65, 64), 0, 65, 3), ((1, 130, 128), 0, 130, 32), ((3, 67, 37), 0, 50, 9)]

@@ -17,7 +17,7 @@ from aft_hf.kernels.build import library_path
 from aft_hf.kernels.library import load_from, runnable_variants
 
 
-OPS = torch.ops.aft_hf_v3
+OPS = torch.ops.aft_hf_v4
 pytestmark = pytest.mark.skipif(not runnable_variants(), reason="no compiled kernels for this CPU")
 BF16, FP32 = torch.bfloat16, torch.float32
 

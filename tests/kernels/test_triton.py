@@ -269,7 +269,7 @@ def test_biases_of_rows_that_differ_and_padding_anywhere_are_those_of_the_schema
     given.append(None if bias is None else (bias.to(DEVICE) + rows).detach())
     slopes = None if biases.slopes is None else biases.slopes.to(DEVICE)
     others, actual = (slopes, first.to(DEVICE), biases.global_connectivity), []
-    for operator in (torch.ops.aft_hf_v3.causal, partial(portable, "causal")):
+    for operator in (torch.ops.aft_hf_v4.causal, partial(portable, "causal")):
         inputs = [x if x is None else x.clone().requires_grad_() for x in given]
         output = operator(*inputs, *others)
         leaves = [x for x in inputs if x is not None]
@@ -294,8 +294,8 @@ def of_operator(name, batch=2):
 @pytest.mark.parametrize("name", ("causal", "grid", "table"))
 def test_kept_results_and_gradients_are_as_the_fakes_say(name, batch):
     arguments = of_operator(name, batch)
-    forward = getattr(torch.ops.aft_hf_v3, f"{name}_keeping").default
-    backward = getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping").default
+    forward = getattr(torch.ops.aft_hf_v4, f"{name}_keeping").default
+    backward = getattr(torch.ops.aft_hf_v4, f"{name}_backward_keeping").default
     actual = forward(*arguments)
     for bias_needed in (True, False):
         given = actual[0], *arguments, *actual[1:], bias_needed
@@ -316,18 +316,18 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
     function = name if failing == "forward" else f"{name}_backward"
     monkeypatch.setattr(operators.launches(name), function, Mock(side_effect=OutOfResources(2, 1, "shared memory")))
     results, arguments = [], of_operator(name)
-    for operator in (getattr(torch.ops.aft_hf_v3, name), partial(portable, name)):
+    for operator in (getattr(torch.ops.aft_hf_v4, name), partial(portable, name)):
         leaves = [x.clone().requires_grad_() for x in arguments[:4]]
         output = operator(*leaves, *arguments[4:])
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     if failing == "backward":  # a compiled program expects contiguous gradients
         transposed = torch.randn_like(arguments[2].mT).mT
-        kept = getattr(torch.ops.aft_hf_v3, f"{name}_keeping")(*arguments)[1:]
+        kept = getattr(torch.ops.aft_hf_v4, f"{name}_keeping")(*arguments)[1:]
         given = transposed, *arguments, *kept, True
-        assert all(x.is_contiguous() for x in getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping")(*given))
+        assert all(x.is_contiguous() for x in getattr(torch.ops.aft_hf_v4, f"{name}_backward_keeping")(*given))
     with torch.no_grad():
-        torch.testing.assert_close(getattr(torch.ops.aft_hf_v3, name)(*arguments), results[1][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(getattr(torch.ops.aft_hf_v4, name)(*arguments), results[1][0], rtol=1e-4, atol=1e-5)
     assert (name, FP32, arguments[0].device) in operators.FAILED
     operators.FAILED.clear()
     assert sum("do not work on" in x.message for x in caplog.records) == 1
@@ -336,7 +336,7 @@ def test_the_portable_form_computes_what_does_not_compile(name, failing, monkeyp
 def test_a_wrong_call_does_not_turn_a_kernel_off():
     query, key, value, bias, *others = of_operator("causal")
     with pytest.raises((RuntimeError, ValueError, IndexError)):
-        torch.ops.aft_hf_v3.causal(query, key, value, bias[0], *others)
+        torch.ops.aft_hf_v4.causal(query, key, value, bias[0], *others)
     assert not operators.FAILED
 
 
@@ -348,7 +348,7 @@ def test_errors_that_are_not_of_the_kernel_are_raised_and_do_not_turn_it_off(mes
     failing = Mock(side_effect=RuntimeError(f"Triton Error [CUDA]: {message}"))
     monkeypatch.setattr(operators.launches("causal"), "causal", failing)
     with pytest.raises(raised, match=message):
-        torch.ops.aft_hf_v3.causal(*of_operator("causal"))
+        torch.ops.aft_hf_v4.causal(*of_operator("causal"))
 
 
 @pytest.mark.parametrize("name", ("causal", "grid", "table"))
@@ -369,7 +369,7 @@ def test_kernels_run_on_the_device_of_their_tensors(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(type(causal_launch.walk_kernel), "__getitem__", recorded)
     inputs = [x.requires_grad_() if torch.is_tensor(x) else x for x in of_operator(name)]
-    getattr(torch.ops.aft_hf_v3, name)(*inputs).sum().backward()
+    getattr(torch.ops.aft_hf_v4, name)(*inputs).sum().backward()
     assert not outside
 
 

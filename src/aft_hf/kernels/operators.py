@@ -26,7 +26,7 @@ w is given by float32 tensors. `causal` and `causal_state` take
     global_connectivity: whether keys before the s last ones are visible, with w = 0. Otherwise they are hidden.
 
 `causal_state` continues a state and updates it in place, for a prompt or a single token. Each row has at most one
-document, which follows the tokens that the state has seen:
+document, which follows the tokens that the state has seen, and then padding:
 
     keys, values:  (B, h, s - 1, 1 or c) and (B, h, s - 1, c) float32: the last tokens; keys of -inf where there are
                    none.
@@ -69,7 +69,7 @@ from .library import load_library
 from .triton.kept import kept_like
 
 
-NAMESPACE = "aft_hf_v3"
+NAMESPACE = "aft_hf_v4"
 INPUTS = "Tensor? query, Tensor key, Tensor value"
 ARGUMENTS = {
     "causal": f"{INPUTS}, Tensor? bias, Tensor? slopes, Tensor? first, bool global_connectivity",
@@ -189,7 +189,7 @@ def _autograd_of_state(*arguments: Any) -> torch.Tensor:
     if not _is_for_kernels(arguments):
         return portable_state(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.aft_hf_v3.causal_state.default(*arguments)
+        return torch.ops.aft_hf_v4.causal_state.default(*arguments)
 
 
 def _takes(name: str, arguments: Sequence[Any]) -> bool:
@@ -214,7 +214,7 @@ class _Function(torch.autograd.Function):
         kept: tuple[torch.Tensor, ...] = ()
         with torch._C._AutoDispatchBelowAutograd():
             if KEEPING and name != "band" and arguments[2].device.type in KEEPING:
-                output, *kept = getattr(torch.ops.aft_hf_v3, f"{name}_keeping").default(*arguments)
+                output, *kept = getattr(torch.ops.aft_hf_v4, f"{name}_keeping").default(*arguments)
             else:
                 output = OPERATORS[name](*arguments)
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in arguments), *kept)
@@ -232,7 +232,7 @@ class _Function(torch.autograd.Function):
                 gradients = iter(torch.autograd.grad(portable(name, *arguments), wanted, gradient, **options))
             return None, *(next(gradients) if need else None for need in needed)
         kept = saved[count:]
-        operator = getattr(torch.ops.aft_hf_v3, f"{name}_backward_keeping" if kept else f"{name}_backward").default
+        operator = getattr(torch.ops.aft_hf_v4, f"{name}_backward_keeping" if kept else f"{name}_backward").default
         flags = () if name == "band" else (needed[3],)
         gradients = operator(gradient, *arguments, *kept, *flags)
         given = (x if need else None for x, need in zip(gradients, needed))
@@ -475,4 +475,4 @@ def _register_all() -> None:
 if not REGISTERED:
     _register_all()
 # The overloads, which are looked up once.
-OPERATORS: dict[str, Any] = {name: getattr(torch.ops.aft_hf_v3, name).default for name in ARGUMENTS}
+OPERATORS: dict[str, Any] = {name: getattr(torch.ops.aft_hf_v4, name).default for name in ARGUMENTS}

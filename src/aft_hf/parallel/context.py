@@ -289,15 +289,15 @@ class SequenceShard(Shard):
     def mix(self, mixer: AFTMixer, problem: Mixing, state: AFTLayerState | None) -> Tensor:
         """Compute Eq. 2 for the queries of this shard, (B, T, d), and set the state to that at the end of the rows."""
         self.check(mixer, problem, state)
-        problem, restored = replace(problem, visibility=self.visibility), None
+        problem, moved = replace(problem, visibility=self.visibility), None
         if self.visibility is not None:  # the exchange takes rows whose real tokens come first
-            problem, restored = without_padding(problem)
+            problem, moved = without_padding(problem)
         query, problem = problem.query, replace(problem, query=None)
         if state is not None:
             self.take_in(state, problem)
         context = (_mix_causal if problem.causal else _mix_rows)(self, problem, mixer.mixing_implementation)
         context = context if query is None else torch.sigmoid(query) * context
-        return context if restored is None else restored(context)
+        return context if moved is None else moved.restored(context)
 
     def take_in(self, state: AFTLayerState, problem: Mixing) -> None:
         """Set a state to that at the end of the whole rows."""

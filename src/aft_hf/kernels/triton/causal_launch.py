@@ -365,23 +365,14 @@ def causal_state(query, key, value, bias, slopes, first, global_connectivity, *s
 def prefill(query, key, value, bias, slopes, first, global_connectivity, state):  # type: ignore[no-untyped-def]
     """Compute Eq. 2 times the gate for new tokens, and add them to the state."""
     numerator, denominator, maximum = state[2:]
-    padding = place = None
-    if first is not None:  # padding moves behind the real tokens of each row
-        length, tokens = value.shape[1], torch.arange(value.shape[1], device=value.device)
-        hidden, begin = first > tokens, first.amin(1, keepdim=True)
-        padding = tokens >= (~hidden).sum(1, keepdim=True)
-        place = (tokens - begin).clamp_min(0)
-        index = (tokens + begin).clamp_max(length - 1).unsqueeze(2)
-        query, key, value = (x if x is None else x.take_along_dim(index, 1) for x in (query, key, value))
+    padding = None if first is None else first > torch.arange(value.shape[1], device=value.device)
     if bias is None:
         # No token begins a document, since the state precedes it
         first = None if padding is None else torch.where(padding, value.shape[1], -1)
         output = walk(query, key, value, slopes, first, None, (maximum, numerator, denominator))
     else:
         output = _window_prefill(query, key, value, bias, global_connectivity, padding, state)
-    if place is None:
-        return output
-    return output.take_along_dim(place.unsqueeze(2), 1).masked_fill(hidden.unsqueeze(2), 0.0)
+    return output if padding is None else output.masked_fill(padding.unsqueeze(2), 0.0)
 
 
 def _window_prefill(query, key, value, bias, global_connectivity, padding, state):  # type: ignore[no-untyped-def]
