@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_caching_aft import Operations
 from tiny_models import language_model
+from torch import nn
 
 from aft_hf import AFTConv
 from aft_hf.mixing_aft import PACKING_INPUTS, Visibility, visibility_of
@@ -137,17 +138,22 @@ def test_a_model_moves_padding_once_for_all_layers_or_leaves_it_where_layers_are
     def run(padding=1.0, **options):
         embedded = given.masked_fill(~real[..., None], padding).requires_grad_()
         output = model.aft(inputs_embeds=embedded, attention_mask=real.long(), **options)
-        seen = output.last_hidden_state[real]
+        seen = output.last_hidden_state
         return output, [seen, *torch.autograd.grad(seen.square().sum(), [embedded, *model.aft.layers.parameters()])]
 
-    moved, actual = run(padding=math.nan)
-    assert moved.last_hidden_state[~real].eq(0).all()
+    nn.init.normal_(model.aft.layernorm.bias)
+    _, actual = run(padding=math.nan)
+    assert actual[0][~real].eq(model.aft.layernorm.bias).all()
     observed, expected = run(output_hidden_states=True)
     torch.testing.assert_close(actual, expected)
-    model = language_model(aft_type).double()
-    with model.aft.layers[0].register_forward_hook(lambda module, inputs, output: outputs.append(output)):
-        run()
+    for layer in (model.aft.layers[0], model.aft.layernorm):
+        with layer.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
+            run()
     torch.testing.assert_close(outputs[0][real], observed.hidden_states[1][real])
+    torch.testing.assert_close(outputs[1], actual[0])
+    with model.aft.layers[1].register_full_backward_hook(lambda module, of_inputs, given: outputs.append(given[0])):
+        run()
+    assert outputs[2][~real].eq(0).all() and outputs[2][real].ne(0).any(-1).all()
 
 
 @pytest.mark.parametrize("mask", list(PADDED.values())[:3], ids=list(PADDED)[:3])

@@ -342,7 +342,7 @@ class _Mixer(nn.Module):
     def forward(self, x: torch.Tensor, *, grid_size: tuple[int, int] | None, **others: Any) -> torch.Tensor:
         for name, value in others.items():
             if value is not None and value is not False:
-                raise ValueError(f"a baseline takes no {name}: it takes whole sequences, without masks or cache")
+                raise ValueError(f"a baseline takes no {name}: it takes whole sequences, without padding or cache")
         return self.layer(x)
 
 

@@ -25,7 +25,7 @@ SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 @contextmanager
 def _no_inference_tensors() -> Iterator[None]:
-    """Leave inference mode, but not no_grad."""
+    """Leave inference mode."""
     enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(enabled):
         yield

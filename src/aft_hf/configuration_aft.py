@@ -135,7 +135,9 @@ class AFTConfig(BackboneConfigMixin, PreTrainedConfig):
         use_query: Whether the query gates the output of each mixer.
         position_bias_entropy_weight: Weight of the entropy of the `conv` kernels (Eq. 9) in the loss; 0.001 in the
             paper.
-        position_bias_selection: `"gumbel"` makes each head of `conv` select one position of its kernel (Eq. 10).
+        position_bias_selection: `"gumbel"` makes each head of `conv` select one position of its kernel (Eq. 10): w is
+            multiplied by a Gumbel-softmax sample of itself in training, and by the one-hot vector of its maximum at
+            inference.
         gumbel_temperature: Temperature of the Gumbel softmax.
         mixing_implementation: Form that computes Eq. 2: `"auto"` (the fastest), `"reference"` (Eq. 2 as printed), or
             `"portable"` (PyTorch operations).

@@ -167,9 +167,7 @@ class AFTMixer(nn.Module):
         project, activation = self.q_proj, self.query_activation
         gate = None if project is None else project(query)
         # The operators apply the sigmoid. Hooks of the module need a call of their own.
-        hooks = activation._forward_hooks or activation._forward_pre_hooks
-        hooks = hooks or activation._backward_hooks or activation._backward_pre_hooks
-        fused = type(activation) is nn.Sigmoid and not (output_attentions or hooks)
+        fused = type(activation) is nn.Sigmoid and not (output_attentions or hooks_of(activation))
         gate = gate if gate is None or fused else activation(gate)
         key, value, queries = self.k_proj(key), self.v_proj(value), query.shape[1]
         attentions = context = None
@@ -260,6 +258,12 @@ class AFTMixer(nn.Module):
     def extra_repr(self) -> str:
         names = ("window", "spatial_dims", "max_positions", "num_heads", "causal", "mixing_implementation")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name, None) is not None)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks of the calls of a module."""
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return [hook for each in kinds for hook in each.values()]
 
 
 def _warn_of_wide_biases(implementation: str, device: torch.device) -> None:
@@ -399,9 +403,7 @@ class AFTConv(AFTMixer):
         spatial_dims: 2 for s x s kernels on a grid of rows and columns, 1 for a sequence.
         causal: whether position t sees only t' <= t, for `spatial_dims=1` only. The kernel then covers the lags
             0 .. s - 1.
-        position_bias_selection: None, or "gumbel" for one position per head (Eq. 10): w is multiplied by a
-            Gumbel-softmax sample of itself in training, and by the one-hot vector of its maximum at inference.
-        position_bias_reparameterized, gumbel_temperature: as in `AFTConfig`.
+        position_bias_reparameterized, position_bias_selection, gumbel_temperature: as in `AFTConfig`.
         **options: the other arguments of `AFTMixer`.
     """
 

@@ -119,7 +119,7 @@ class Visibility:
         return cls(real, begins.cumsum(1), position, first, bool(packed), longest, order)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Visibility":
-        """Return a copy on another device, as hooks of models that are dispatched to several devices need."""
+        """Return a copy on another device."""
         if self.real.device == torch.device(device):
             return self
         tensors: Any = {name: x.to(device) for name, x in vars(self).items() if torch.is_tensor(x)}
@@ -443,7 +443,7 @@ def without_padding(problem: Mixing) -> tuple[Mixing, Visibility]:
 
 
 def _tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Return the tokens of x, (B, T, d), at indices into those of the batch; faster than `gather`."""
+    """Return the tokens of x, (B, T, d), at indices into those of the batch."""
     return nn.functional.embedding(index, x.flatten(0, 1))
 
 

@@ -5,7 +5,7 @@ place of self-attention, causal over tokens or bidirectional over patches of an 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -38,14 +38,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .caching_aft import AFTCache, AFTLayerState, longest_row
 from .configuration_aft import AFTConfig, pair
-from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from .mixers_aft import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple, hooks_of
 from .mixing_aft import PACKING_INPUTS, Visibility, visibility_of
 from .portable_aft import read
 
 
 logger = logging.get_logger(__name__)
 
-# The minor releases of transformers on which models are tested. Requirements of a package do not reach remote code.
+# The minor releases of transformers that are tested: requirements of a package do not reach remote code.
 OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (5, 24), (5, 24)
 
 
@@ -371,22 +371,26 @@ class AFTModel(AFTPreTrainedModel):
         if cache is not None:
             cache.layers[0].check_batch_size(size[0])
         hidden_states = self.embeddings(hidden_states, visibility, None if cache is None else cache.layers[0])
-        padded = None
-        if visibility is not None and not (is_packed or self._is_observed(**kwargs)):
-            padded = visibility.to(hidden_states.device)
+        padded = visibility if visibility is None else visibility.to(hidden_states.device)
+        if padded is not None and not is_packed and self._may_move(**kwargs):
             hidden_states = padded.moved(hidden_states.masked_fill(~padded.real.unsqueeze(-1), 0.0))
             visibility = None if cache is None else padded.padding_last()
+        elif padded is not None:
+            padded = replace(padded, order=None)
         for layer, state in zip(self.layers, [None] * len(self.layers) if cache is None else cache.layers):
             hidden_states = layer(hidden_states, attention_mask, state=state, visibility=visibility, **kwargs)
-        hidden_states = self.layernorm(hidden_states)
         if padded is not None:
             hidden_states = padded.to(hidden_states.device).restored(hidden_states)
+        hidden_states = self.layernorm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
-    def _is_observed(self, **kwargs: Any) -> bool:
-        """Whether outputs of layers are recorded, or hooks see them: tokens then stay in place."""
+    def _may_move(self, **kwargs: Any) -> bool:
+        """Whether all mixers are causal, and no output of a layer is recorded or seen by a hook."""
         records = (kwargs.get(x, getattr(self.config, x)) for x in ("output_hidden_states", "output_attentions"))
-        return any(records) or any(x._forward_hooks or x._forward_pre_hooks for x in self.layers.modules())
+        if any(records) or not all(getattr(x, "causal", False) for x in self._mixers):
+            return False
+        hooks = (hook for module in self.layers.modules() for hook in hooks_of(module))
+        return all(getattr(hook, "__module__", None) == capture_outputs.__module__ for hook in hooks)  # for records
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Return the embedded tokens, of which there must be at least one."""
@@ -501,14 +505,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             logits_to_keep: Compute the logits of the last `logits_to_keep` positions (0 for all), or of a tensor of
                 indices.
         """
-        outputs: Any = self.aft(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            cache=cache,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        outputs: Any = self.aft(input_ids, attention_mask, inputs_embeds, cache=cache, use_cache=use_cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         entropy, loss = entropy_for_loss(self, labels), None

@@ -57,7 +57,7 @@ def _ask_now(condition: Callable[[], Tensor], *tensors: Tensor) -> bool | None:
 
 
 def recomputed(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Call a function whose intermediate results are not kept for the backward pass, where that is possible."""
+    """Call a function without keeping its intermediate results for the backward pass, if possible."""
     wrapped = torch.compiler.is_compiling() or any(torch.func.debug_unwrap(x) is not x for x in tensors)
     if wrapped or not torch.is_grad_enabled():
         return function(*tensors)
@@ -77,7 +77,7 @@ FLOOR = -82.0
 # The logarithm of the smallest denominator that cannot have lost significant terms to underflow.
 LOST = -60.0
 
-# The logarithm of the smallest denominator by which sums are divided.
+# The logarithm of the smallest denominator that divides sums.
 SMALLEST = -70.0
 
 FARTHER = 8.0
@@ -100,7 +100,7 @@ def floored_exp(x: Tensor) -> Tensor:
 
 
 def _limit(exponent: float, x: Tensor) -> float:
-    """Return an exponent for the dtype of x."""
+    """An exponent for x."""
     return exponent * FARTHER if x.dtype == torch.float64 else exponent
 
 
@@ -349,7 +349,7 @@ def pad_positions(
 
 
 def count_chunks(length: int, size: int) -> int:
-    """The number of chunks of a sequence, the last one padded; at least two in an exported program."""
+    """The number of chunks of a sequence; at least two in an exported program."""
     more = 2 * size if torch.compiler.is_exporting() else size
     return (length + more - 1) // size
 
@@ -377,7 +377,7 @@ def tables_by_lag(windows: Tensor, before: int) -> Tensor:
 # Positions per chunk, unless the window requires larger chunks.
 CHUNK_SIZE = 32
 
-# New tokens that continue a state are seen by one table if there are at most this many, or in pieces of this size.
+# New tokens that continue a state are seen by tables of at most this many.
 PIECE_SIZE = 128
 
 # Grids are convolved, where that is precise, if their table exp(w) has more entries than this.
@@ -646,7 +646,6 @@ def grid(
 ) -> Tensor:
     """Compute the operator `grid`: (B, T, d)."""
     biases = GridKernel(kernels, (rows, columns), global_connectivity)
-    # (h, T, B, c): the rows share w.
     key, values = (x.permute(1, 2, 0, 3) for x in by_head(key, value, len(kernels)))
     if global_connectivity and _convolves(biases):
         average = _convolution(key, values, biases)

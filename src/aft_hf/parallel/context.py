@@ -147,6 +147,8 @@ class ContextParallelism:
         states = [None] * len(model.layers) if cache is None else cache.layers
         for layer, state in zip(model.layers, states, strict=True):
             hidden_states = layer(hidden_states, state=state, visibility=shard, **kwargs)
+        if attention_mask is not None:
+            hidden_states = hidden_states.masked_fill((attention_mask == 0).unsqueeze(-1), 0.0)
         return BaseModelOutputWithPast(last_hidden_state=model.layernorm(hidden_states), cache=cache)
 
     def _forward_image(
