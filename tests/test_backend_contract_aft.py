@@ -603,6 +603,18 @@ def test_nan_and_infinity_are_not_turned_into_numbers(structure, size, changed, 
         at_most(actual.nan_to_num(0.0, 0.0, 0.0), expected.nan_to_num(0.0, 0.0, 0.0))
 
 
+@structures([x for x in TYPICAL if not x.startswith(("simple", "alibi"))])
+@torch.no_grad()
+def test_nan_in_a_position_bias_is_not_turned_into_a_number(structure, backend):
+    mixer = build(structure, backend)
+    next(iter(learned(mixer).values())).view(-1)[5] = math.nan
+    key, value = (torch.randn(2, 35, x, device=backend.device) for x in (mixer.k_proj.out_features, WIDTH))
+    problem = Mixing(key, value, mixer.num_heads, mixer.biases(value, grid_of(mixer, 35)), mixer.causal)
+    actual, expected = mix(problem, backend.name), reference_mixing(problem)
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(actual.isfinite(), expected.isfinite())
+
+
 @structures(STRUCTURES)
 def test_an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision(structure, backend):
     mixer = build(structure, backend)

@@ -242,11 +242,11 @@ def query_operand_kernel(
         gate = tl.sigmoid(tl.load(q_ptr + place, inside, 0.0).to(tl.float32))
         x *= gate
         # Both are read again below, which saves registers
-        c, sees = tl.load(c_ptr + place, inside, 0.0), tl.load(l_ptrs, has_query, float("inf")) < float("inf")
+        c, sees = tl.load(c_ptr + place, inside, 0.0), tl.load(l_ptrs, has_query, float("inf")) != float("inf")
         average = tl.where(sees, c + tl.load(center_ptr + b * D + feature, is_feature, 0.0), 0.0)
         tl.store(dq_ptr + place, (x * average * (1.0 - gate)).to(dq_ptr.dtype.element_ty), inside)
     log_den = tl.load(l_ptrs, has_query, float("inf"))
-    x = tl.where(log_den < float("inf"), x * tl.exp(-log_den), 0.0)
+    x = tl.where(log_den != float("inf"), x * tl.exp(-log_den), 0.0)
     z = tl.sum(x * tl.load(c_ptr + place, inside, 0.0), 2)[:, :, None]
     # A sum that is not finite has a term that is not
     careful = ((t < T) & exists & ~((log_den >= -59.0) & _is_finite(z))).to(tl.int32)
@@ -394,7 +394,7 @@ def _add_pairwise(
         w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
         k = tl.load(k_ptr + (b * kb + key * kf) + u * kt, exists, -float("inf")).to(tl.float32)
         v = tl.load(v_ptr + (b * vb + f * vf) + u * vt, is_feature, 0.0).to(tl.float32)
-        seen = (w > -float("inf")) & (k != -float("inf"))
+        seen = (w != -float("inf")) & (k != -float("inf"))
         new = tl.maximum(largest, tl.where(seen, k + w, EMPTY))
         old, p = tl.exp(largest - new), tl.where(seen, tl.exp((k - new) + w), 0.0)
         num = num * old + tl.where(seen, p * (v - center), 0.0)
@@ -486,7 +486,7 @@ def _add_pairwise_to_keys(
         w = _relative_w(w_ptr, a_ptr, code_ptr, head, t, u, T, S, GRID, CAUSAL)
         g, c, log_den = _query(g_ptr, q_ptr, c_ptr, l_ptr, t, b, key, f, exists, is_feature,
                                vb, vt, vf, kb, kt, kf, GATED)  # fmt: skip
-        seen = (w > -float("inf")) & (k != -float("inf")) & (log_den < float("inf"))
+        seen = (w != -float("inf")) & (k != -float("inf")) & (log_den != float("inf"))
         a = tl.where(seen, tl.exp(k + w - log_den) * g, 0.0)
         dv += a
         dk += tl.where(seen, a * (v - c), 0.0)
@@ -580,7 +580,8 @@ def weight_gradient_kernel(
                         v = tl.load(v_ptr + b * vb + f * vf + u * vt, known, 0.0).to(tl.float32)
                         k -= tl.load(m_ptr + b * KD + key, there, 0.0)
                         v -= tl.load(center_ptr + b * D + f, there, 0.0)
-                        seen = (w > -float("inf")) & (k != -float("inf"))[None, :] & (log_den < float("inf"))[:, None]
+                        seen = (w != -float("inf")) & (k != -float("inf"))[None, :]
+                        seen &= (log_den != float("inf"))[:, None]
                         logit = tl.where(seen, k[None, :] + w - log_den[:, None], -float("inf"))
                         of_pair = tl.exp(logit) * g[:, None] * (v[None, :] - c[:, None])
                         acc += tl.where(seen, of_pair, 0.0)

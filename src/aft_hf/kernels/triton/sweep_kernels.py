@@ -335,8 +335,8 @@ def sweep_kernel(
             gate = 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E)
         if KEEP:
             average, log_den = _divide(num, den), _log2(den)
-            if CHECK or DOCUMENTS:  # finite, since the chunk may hold another document than one of infinite keys
-                largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
+            # Finite, since not all queries may see an infinite key
+            largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
             if CHECK:
                 log_den = tl.where(some, log_den, float("inf"))
             elif DOCUMENTS:  # relative to a key that all later queries of the last document see
@@ -405,7 +405,7 @@ def repair_kernel(
                 v = tl.load(v_ptr + b * vb + (u * vt + features), there, 0.0).to(tl.float32)
                 v = tl.where(k > -float("inf"), v - center, 0.0)
                 w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, GLOBAL)[:, None]
-                seen = (w > -float("inf")) & (k != -float("inf"))[None, :]
+                seen = (w != -float("inf")) & (k != -float("inf"))[None, :]
                 logit = tl.where(seen, k[None, :] + w, EMPTY)
                 new = tl.maximum(top, logit)
                 old, p = tl.exp2((top - new) * LOG2E), tl.exp2(((k[None, :] - new) + w) * LOG2E)
@@ -453,11 +453,11 @@ def _queries(
         gate = _divide(1.0, 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E))
         g *= gate
     if CHECK:  # a hidden token may have a gradient that is NaN
-        g = tl.where(log_den < float("inf"), g, 0.0)
+        g = tl.where(log_den != float("inf"), g, 0.0)
     if QUERY and GATED:
         dq = (c + own_center[None, :]) * (g - g * gate)
         if CHECK:
-            dq = tl.where(log_den < float("inf"), dq, 0.0)
+            dq = tl.where(log_den != float("inf"), dq, 0.0)
         tl.store(dq_ptr + at, _once(dq.to(dq_ptr.dtype.element_ty)), inside)
     if not QUERY:
         c += (own_center - center)[None, :]
@@ -720,7 +720,7 @@ def repair_backward_kernel(
                 e = (k - reference[None, :]) * LOG2E
                 if DOCUMENTS:
                     e += tl.load(state_at, bad, EMPTY)[None, :]
-                seen = (k > -float("inf")) & bad[None, :]
+                seen = (k != -float("inf")) & bad[None, :]
                 if DOCUMENTS:
                     seen &= (u >= tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1))[:, None]
                 e = tl.exp2(e)
@@ -741,7 +741,7 @@ def repair_backward_kernel(
                 c += tl.load(of_queries + D, bad, 0.0) - center
                 log_den = tl.load(l_ptr + row + t * D + features, bad, float("inf"))
                 e = ((k - tl.load(of_queries, bad, 0.0)[None, :]) + w) * LOG2E - log_den[None, :]
-                seen = (w > -float("inf")) & (k > -float("inf")) & (log_den < float("inf"))[None, :]
+                seen = (w != -float("inf")) & (k != -float("inf")) & (log_den != float("inf"))[None, :]
                 a = tl.exp2(tl.where(seen, e, EMPTY)) * g[None, :]
                 of_num += tl.where(seen, a, 0.0)
                 of_den += tl.where(seen, a * c[None, :], 0.0)
@@ -783,12 +783,12 @@ def _window_gradient(
     if CAREFUL:
         for s in range(WIDE):
             this = tl.arange(0, WIDE) == s
-            largest_key = tl.max(tl.where(this[:, None], k, -float("inf")), 0)
+            key = tl.sum(tl.where(this[:, None], k, 0.0), 0)
             value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
-            of_w = tl.max(tl.where(this[None, :], w, -float("inf")), 1)[:, None]
-            seen = (of_w > -float("inf")) & (exists & ~good & (largest_key > -float("inf")))[None, :]
-            seen &= log_den < float("inf")
-            a = tl.exp2(tl.where(seen, largest_key[None, :] + of_w * LOG2E - log_den, EMPTY))
+            of_w = tl.sum(tl.where(this[None, :], w, 0.0), 1)[:, None]
+            seen = (of_w != -float("inf")) & (exists & ~good & (key != -float("inf")))[None, :]
+            seen &= log_den != float("inf")
+            a = tl.exp2(tl.where(seen, key[None, :] + of_w * LOG2E - log_den, EMPTY))
             of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
             total += tl.where(this[None, :], of_pair[:, None], 0.0)
     else:
@@ -833,7 +833,7 @@ def window_gradient_kernel(
         w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
         w_base, GLOBAL)  # fmt: skip
     w -= tl.load(top_ptr + ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + tl.arange(0, C))[:, None]
-    total = tl.where(w > -float("inf"), tl.exp2(w * LOG2E) * total, 0.0)
+    total = tl.where(w != -float("inf"), tl.exp2(w * LOG2E) * total, 0.0)
     if careful > 0:
         for step in range(each * BLOCKS):
             total, careful = _window_gradient(

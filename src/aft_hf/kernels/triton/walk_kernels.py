@@ -277,7 +277,7 @@ def _key_gradients(
         k = tl.where(first > t, -float("inf"), k)
     if ALIBI:
         R -= slope * age
-    seen, w = k > -float("inf"), tl.exp2((k - reference) * LOG2E + R)  # X and Z may be NaN
+    seen, w = k != -float("inf"), tl.exp2((k - reference) * LOG2E + R)  # X and Z may be NaN
     dv, dk = tl.where(seen, w * X, 0.0), tl.where(seen, w * ((v.to(tl.float32) - center) * X - Z), 0.0)
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), inside)
     tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), inside)
