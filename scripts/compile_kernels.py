@@ -41,18 +41,20 @@ from aft_hf.position_biases_aft import Dense, GridKernel, LagKernel, LinearDecay
 
 
 # Bytes of shared memory that one program can use, by compute capability.
-KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227}
+KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 SHARED_MEMORY = {architecture: 1024 * size for architecture, size in KIB.items()}
 
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",  # flags
     torch.float64: "*fp64",  # sums of a state
 }
-BYTES = {"*fp32": 4, "*bf16": 2}
+BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
+DTYPES = torch.bfloat16, torch.float32, torch.float16
 
 # Tokens that an iteration of the longest loop passes, by kernel, and the arguments with an entry for each token and
 # feature.
@@ -114,9 +116,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
     }
     index = tensor(BATCH, LENGTH, dtype=torch.int64)
     documents = Visibility(tensor(BATCH, LENGTH, dtype=torch.bool), index, index, index, True, None, None)
-    for (name, (heads, key_width, biases)), dtype, packed in product(
-        structures.items(), (torch.bfloat16, torch.float32), (False, True)
-    ):
+    for (name, (heads, key_width, biases)), dtype, packed in product(structures.items(), DTYPES, (False, True)):
         if packed and name == "full":
             continue  # not computed by a kernel
         value = tensor(BATCH, LENGTH, WIDTH, dtype=dtype)
@@ -131,7 +131,7 @@ def problems() -> Iterator[tuple[str, Mixing]]:
         "image, conv, window alone": (HEADS, HEADS, GridKernel(tensor(HEADS, 11, 11), GRID, False)),
         "image, conv, large": (HEADS, HEADS, GridKernel(tensor(HEADS, 25, 25), (64, 64))),
     }
-    for (name, (heads, key_width, biases)), dtype in product(images.items(), (torch.bfloat16, torch.float32)):
+    for (name, (heads, key_width, biases)), dtype in product(images.items(), DTYPES):
         rows, columns = getattr(biases, "grid_size", GRID)
         value, key = (tensor(BATCH, rows * columns, x, dtype=dtype) for x in (WIDTH, key_width))
         yield f"{name}, {str(dtype).removeprefix('torch.')}", Mixing(key, value, heads, biases, query=value)
@@ -296,7 +296,7 @@ def main() -> int:
 
     variants: dict[tuple[int, Variant], str] = {}  # with the first problem that needs it
     for sm in arguments.architectures:
-        options.card = lambda x, sm=sm: f"sm_{100 if sm // 10 == 10 else sm}"
+        options.card = lambda x, sm=sm: options.named(sm)
         for name, problem in problems():
             for variant in launched(problem):
                 if re.search(arguments.only, f"{name} {variant.kernel}"):

@@ -6,6 +6,7 @@ small, and each covers a branch of the kernels.
 
 import copy
 import logging
+import math
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import Mock
@@ -22,7 +23,7 @@ from aft_hf import AFTAlibi, AFTConv, AFTFull, AFTLocal, AFTSimple, mixing_aft
 from aft_hf.caching_aft import AFTLayerState
 from aft_hf.kernels import operators as schema
 from aft_hf.kernels.operators import portable
-from aft_hf.mixing_aft import Visibility
+from aft_hf.mixing_aft import Mixing, Visibility
 
 
 pytest.importorskip("triton")
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*other operators may also be overridden:UserWarning"),
 ]
 TRITON = contract.Backend("auto", DEVICE)
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -79,7 +80,7 @@ QUICK = (
     [("alibi causal", FP32, 1, 35, "everything"), ("local causal", FP32, 1, 65, "everything")]
     + [("simple causal", FP32, 2, 12, SEEN), ("local causal, window alone", FP32, 1, 40, SEEN)]
     + [("conv causal", BF16, 1, 35, "everything"), ("full causal", FP32, 1, 35, "everything")]
-    + [("conv 2-D", FP32, 1, 35, "everything")]
+    + [("conv 2-D", FP32, 1, 35, "everything"), ("local causal", FP16, 1, 40, "documents")]
 )
 LONG = (
     [("alibi causal", FP32, 1, 35, SEEN), ("local causal", FP32, 1, 70, SEEN), ("conv causal", FP32, 1, 40, SEEN)]
@@ -97,6 +98,8 @@ LONG = (
     + [(x, FP32, 1, 35, "everything") for x in ("local", "local, window alone", "conv", "full, table, 4 heads")]
     + [(x, FP32, 1, 35, "everything") for x in ("conv 2-D, one key per feature", "conv 2-D, window alone")]
     + [(x, BF16, 1, 35, "everything") for x in ("alibi causal", "full causal, table", "full, 2 heads")]
+    + [(x, FP16, 1, 40, SEEN) for x in ("simple causal", "alibi causal", "conv causal", "local causal, window alone")]
+    + [(x, FP16, 2, 35, "everything") for x in ("full causal", "full", "conv", "conv 2-D")]
 )
 CASES = [*QUICK, *(slow(*case) for case in LONG)]
 
@@ -209,6 +212,9 @@ OF_THE_CONTRACT = [
     ("nan_and_infinity_are_not_turned_into_numbers", "full causal", torch.nan, "key"),
     slow(("nan_and_infinity_are_not_turned_into_numbers", "conv 2-D", torch.inf, "key")),
     slow(("nan_and_infinity_are_not_turned_into_numbers", "alibi causal", torch.inf, "key")),
+    ("nan_in_a_position_bias_is_not_turned_into_a_number", "local causal, window alone"),
+    ("nan_in_a_position_bias_is_not_turned_into_a_number", "conv 2-D"),
+    slow(("nan_in_a_position_bias_is_not_turned_into_a_number", "full causal")),
     ("later_tokens_do_not_change_earlier_outputs", "local causal", "1e4 larger"),
     ("an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision", "local causal"),
     slow(("an_outlier_of_small_weight_costs_the_gradients_of_others_no_precision", "simple causal")),
@@ -225,6 +231,7 @@ OF_THE_CONTRACT = [
     slow(("a_document_does_not_reach_another", "conv causal", torch.nan)),
     slow(("batched_gradients_are_the_gradients_one_by_one", "full")),
     slow(("a_whole_mixer_in_half_precision_is_as_exact_as_the_reference", "local causal", BF16, False, 100.0)),
+    slow(("a_whole_mixer_in_half_precision_is_as_exact_as_the_reference", "conv causal", FP16, False, 100.0)),
 ]
 
 
@@ -232,6 +239,36 @@ OF_THE_CONTRACT = [
 def test_the_kernels_pass_a_test_of_the_contract(case, launched):
     name, *arguments = case
     getattr(contract, f"test_{name}")(*arguments, TRITON)
+
+
+@pytest.mark.parametrize(
+    ("structure", "changed", "size"),
+    (
+        ("local causal", "key", math.inf),
+        ("conv 2-D", "key", math.nan),
+        slow("local causal", "value", math.nan),
+        slow("local causal, window alone", "key", math.nan),
+        slow("conv causal", "key", math.inf),
+        slow("full causal", "key", math.nan),
+        slow("full", "key", math.inf),
+        slow("simple causal", "key", math.nan),
+        slow("alibi causal", "key", math.inf),
+    ),
+)
+def test_gradients_that_are_not_defined_are_not_turned_into_numbers(structure, changed, size, launched):
+    mixer, results = contract.build(structure, TRITON), []
+    given = {"key": torch.randn(2, 35, mixer.k_proj.out_features), "value": torch.randn(2, 35, contract.WIDTH)}
+    given[changed][1, 20, 0] = size
+    double = copy.deepcopy(mixer).cpu().double()
+    for module, backend, dtype in ((mixer, TRITON, FP32), (double, contract.Backend("reference", "cpu"), FP64)):
+        key, value = (x.to(backend.device, dtype).requires_grad_() for x in given.values())
+        biases = module.biases(value, contract.grid_of(module, 35))
+        output = mixing_aft.mix(Mixing(key, value, module.num_heads, biases, module.causal), backend.name)
+        weight = torch.linspace(0.2, 1, output.numel(), device=backend.device, dtype=dtype).view_as(output)
+        wanted = [key, value, *contract.learned(module).values()]
+        results.append([x.isfinite().cpu() for x in torch.autograd.grad(output, wanted, weight)])
+    assert not results[1][0].all()
+    torch.testing.assert_close(*results)
 
 
 @structures(["local causal"])

@@ -347,7 +347,7 @@ BANDS = (
 
 
 @pytest.mark.parametrize("case", BANDS, ids=str)
-@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("dtype", (FP32, BF16, torch.float16), ids=str)
 def test_a_band_and_its_gradients_are_those_of_the_products(case, dtype):
     shape, *sizes = case
     start, length, window = sizes
@@ -365,6 +365,6 @@ def test_a_band_and_its_gradients_are_those_of_the_products(case, dtype):
     of_rows = causal_launch.band(*factors, 0, length, window, torch.tensor([start, start], device=DEVICE)).cpu()
     assert torch.equal(of_rows * defined, torch.cat([actual, actual]))
     gradients = causal_launch.band_backward(weight.to(DEVICE), *factors, *sizes, None)
-    allowed = 2e-5 + (torch.finfo(dtype).eps if dtype == BF16 else 0.0)
+    allowed = 2e-5 + (torch.finfo(dtype).eps if dtype != FP32 else 0.0)
     for x, y in zip(gradients, torch.autograd.grad(expected, exact, weight.double(), allow_unused=True)):
         torch.testing.assert_close(x.double().cpu(), y, rtol=allowed, atol=allowed)

@@ -137,9 +137,10 @@ def test_a_state_that_is_not_contiguous_is_updated():
     torch.testing.assert_close(*actual)
 
 
-def test_half_precision(computed):
-    x = torch.randn(1, 36, 8, device=DEVICE).to(BF16)
-    assert_decodes(build("local causal", BF16), x, (33, 1, 1), dtype=BF16)
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_half_precision(dtype, computed):
+    x = torch.randn(1, 36, 8, device=DEVICE).to(dtype)
+    assert_decodes(build("local causal", dtype), x, (33, 1, 1), dtype=dtype)
 
 
 @pytest.mark.parametrize(("structure", "keys"), (slow("local causal", "x 90"), slow("alibi causal", "a rising ramp")))

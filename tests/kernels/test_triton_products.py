@@ -19,7 +19,7 @@ from aft_hf.position_biases_aft import GridKernel
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
 
 
@@ -80,7 +80,7 @@ def assert_equal_to_eq_2(name, gradient, given, *others, gated=True, largest_log
         of_output = of_dtype(gradient).to(output.dtype)
         results.append([output, *torch.autograd.grad(output, [x for x in call if x is not None], of_output)])
     allowed = 8 * (math.sqrt(given[2].numel()) + largest_logit) * torch.finfo(FP32).eps
-    allowed += 1.5 * torch.finfo(BF16).eps if dtype == BF16 else 0.0
+    allowed += 1.5 * torch.finfo(dtype).eps if dtype != FP32 else 0.0
     # Gradients of logits are sums of values times weights, which cancel
     largest = given[2].double().abs().max().item()
     for actual, expected in zip(*results):
@@ -97,6 +97,7 @@ def some_slow(names, *quick):
 GRIDS = {
     "a key per head": (FP32, 3, (5, 7), 24, 2, (3, 3), True, True),
     "a key per head, bfloat16": (BF16, 3, (5, 7), 24, 2, (3, 3), True, True),
+    "a key per head, float16": (FP16, 3, (5, 7), 24, 2, (3, 3), True, True),
     "heads of one feature": (FP32, 3, (3, 5), 3, 3, (3, 3), True, True),
     "heads of one feature, bfloat16": (BF16, 3, (3, 5), 3, 3, (3, 3), True, True),
     "a key per feature": (FP32, 2, (4, 3), 6, 2, (3, 5), False, True),
@@ -127,6 +128,7 @@ TABLES = {
     "a key per head": (FP32, 2, 70, 8, 2, True, False),
     "causal": (FP32, 2, 70, 4, 2, False, True),
     "causal, bfloat16": (BF16, 2, 70, 4, 2, False, True),
+    "causal, float16": (FP16, 2, 70, 4, 2, False, True),
     "causal, a key per head": (FP32, 1, 130, 6, 1, True, True),
     "heads of one feature": (FP32, 3, 20, 3, 3, True, False),
     "one token": (FP32, 1, 1, 4, 1, False, True),

@@ -81,7 +81,7 @@ STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) de
 KEPT = "Tensor average, Tensor logsumexp, Tensor center"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
-DTYPES = frozenset((torch.float32, torch.bfloat16))  # of the kernels; the portable form computes others
+DTYPES = frozenset((torch.float32, torch.bfloat16))  # of kernels; the portable form computes others
 FEW_FEATURES = 16  # heads with fewer features do not fill a vector of the kernel for tables
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # what kernels, and the compiler, take
 # The types of devices whose kernels keep intermediate results for the backward pass, by `NAME_keeping`.
@@ -195,7 +195,8 @@ def _autograd_of_state(*arguments: Any) -> torch.Tensor:
 def _takes(name: str, arguments: Sequence[Any]) -> bool:
     """Whether kernels take the dtypes and the gate of a problem."""
     query, key, third, *others = arguments
-    if key.dtype not in DTYPES or (query is not None and query.dtype != key.dtype):
+    of_gpus = key.dtype == torch.float16 and key.device.type in KEEPING
+    if not (key.dtype in DTYPES or of_gpus) or (query is not None and query.dtype != key.dtype):
         return False
     if name == "band":
         return True

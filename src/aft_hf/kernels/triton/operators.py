@@ -1,7 +1,7 @@
 """The operators of `kernels/operators.py` by Triton kernels, for CUDA devices.
 
-The kernels take float32 and bfloat16, with sums in float32. The portable form computes other dtypes, and what does not
-compile on a GPU. Triton is imported at the first call of an operator.
+The kernels take float32, bfloat16 and float16, with sums in float32. The portable form computes other dtypes, and what
+does not compile on a GPU. Triton is imported at the first call of an operator.
 """
 
 from collections.abc import Callable

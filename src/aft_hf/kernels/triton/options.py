@@ -1,8 +1,9 @@
 """Options of the Triton kernels, in one table: block sizes and warps by kernel, dtype and GPU.
 
 An entry is found by the name of a kernel and the dtype of the values; one that also names a compute capability holds
-for GPUs of that capability. An entry "... documents" has the options that differ for packed documents or padding, and
-"... window alone" those that differ without global connectivity.
+for GPUs of that capability. float16 has the entries of float32 where it has none of its own. An entry "... documents"
+has the options that differ for packed documents or padding, and "... window alone" those that differ without global
+connectivity.
 `scripts/tune_kernels.py` measures candidates and prints the best.
 """
 
@@ -54,6 +55,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_100": {"BD": 8, "num_warps": 1, "maxnreg": 224, "PRECISION": "tf32"},
         "float32": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BD": 8, "num_warps": 4, "PRECISION": "tf32x3"},  # with 2 warps, it spills registers
+        "float16 sm_89": {"BD": 8, "num_warps": 2, "PRECISION": "tf32x3"},
         # With BD 8, since BD 16 spills registers
         "bfloat16 documents": {"BD": 8},
         "bfloat16 sm_80 documents": {},
@@ -61,7 +63,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_100 documents": {"maxnreg": 232},
         "float32 documents": {"BD": 8},
         "float32 sm_80 documents": {},
+        "float16 sm_89 documents": {"maxnreg": 208},
         "float32 sm_100 documents": {"maxnreg": 224},
+        "float16 sm_100 documents": {"maxnreg": 232},
         "bfloat16 window alone": {"BD": 8},
         "bfloat16 sm_100 window alone": {"maxnreg": 232},
     },
@@ -87,6 +91,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16": {"BF": 32, "num_warps": 4},  # with 64, the backward kernel spills registers on some GPUs
         "float32": {"BF": 32, "num_warps": 4},
         "float32 sm_100": {"BF": 16, "num_warps": 4},  # with 32, it spills registers
+        "float16 sm_100": {"BF": 16, "num_warps": 8},
     },
     # The products of grids and tables
     "product": {
@@ -97,6 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_89": {"BM": 64, "BN": 128, "BK": 16, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
         # With 64 rows, Triton 3.7.1 does not compile the average, and computes "tf32x3" without tensor cores
         "bfloat16 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32"},
+        "float16 sm_80": {"BM": 64, "BN": 128, "BK": 16, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
@@ -114,16 +120,24 @@ if torch.version.hip is not None:  # Triton does not know maxnreg on AMD GPUs
 
 
 def card(x: torch.Tensor) -> str:
-    """Return the compute capability of the GPU of a tensor; sm_100 for all data center GPUs of that generation."""
+    """Return the compute capability by which the options of the GPU of a tensor are found."""
     major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-    return f"sm_{major}{0 if major == 10 else minor}"
+    return named(10 * major + minor)
+
+
+def named(capability: int) -> str:
+    """sm_100 stands for all data center GPUs of that generation, and sm_89 for sm_86, whose limits are the same."""
+    return f"sm_{100 if capability // 10 == 10 else 89 if capability == 86 else capability}"
 
 
 def options(kernel: str, x: torch.Tensor, first: Any = None, window_alone: bool = False) -> dict[str, Any]:
     """Return the options of a kernel for the dtype and the device of a tensor, the `first` of documents, and a window
     without global connectivity.
     """
-    entries, dtype = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
-    of_card = f"{dtype} {card(x)}"
-    case = " window alone" if window_alone else "" if first is None else " documents"
-    return entries.get(of_card, entries[dtype]) | entries.get(of_card + case, entries.get(dtype + case, {}))
+    entries, own = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
+    found: dict[str, Any] = {}
+    dtype = "float32" if own == "float16" else own
+    for case in ("", " window alone" if window_alone else "" if first is None else " documents"):
+        names = (f"{own} {card(x)}{case}", f"{dtype} {card(x)}{case}", dtype + case)
+        found |= next((entries[name] for name in names if name in entries), {})
+    return found
