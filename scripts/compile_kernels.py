@@ -249,15 +249,18 @@ def _inspect(compiled, variant: Variant) -> tuple[int | float, ...]:
 
 def _longest_loop(lines: list[tuple[str, str]]) -> list[str]:
     """The instructions of the longest stretch of code that a backward branch closes: of those with matrix products, if
-    there are any, since what is computed key by key is rare.
+    there are any, since what is computed key by key is rare. If most of it is another loop, as where a loop over
+    chunks has one over tokens, those of the inner one.
     """
     places, loops = {int(address, 16): i for i, (address, _) in enumerate(lines)}, []
-    for i, (address, text) in enumerate(lines):
+    for i, (_, text) in enumerate(lines):
         target = re.search(r"BRA.*?(0x[0-9a-f]+)", text)
-        if target and int(target[1], 16) < int(address, 16) and int(target[1], 16) in places:
-            loops.append([x for _, x in lines[places[int(target[1], 16)] : i + 1]])
-    with_products = [loop for loop in loops if any("MMA" in x for x in loop)]
-    return max(with_products or loops or [[]], key=len)
+        if target and places.get(int(target[1], 16), i) < i:
+            loops.append(range(places[int(target[1], 16)], i + 1))
+    with_products = [loop for loop in loops if any("MMA" in lines[i][1] for i in loop)]
+    longest = max(with_products or loops or [range(0)], key=len)
+    inner = [x for x in loops if x.start >= longest.start and x.stop < longest.stop and 2 * len(x) > len(longest)]
+    return [lines[i][1] for i in max(inner or [longest], key=len)]
 
 
 def _bytes_of(instruction: str) -> int:

@@ -102,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16 sm_89": {"BM": 64, "BN": 128, "BK": 16, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32"},
         # With 64 rows, Triton 3.7.1 does not compile the average, and computes "tf32x3" without tensor cores
         "bfloat16 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 2, "PRECISION": "tf32"},
-        "float16 sm_80": {"BM": 64, "BN": 128, "BK": 16, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
+        "float16 sm_80": {"BM": 64, "BN": 64, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
         "float32 sm_100": {"BM": 32, "BN": 128, "BK": 32, "num_warps": 8, "num_stages": 2, "PRECISION": "tf32x3"},
     },
     "weight_gradient_kernel": {
