@@ -257,7 +257,8 @@ def _longest_loop(lines: list[tuple[str, str]]) -> list[str]:
         target = re.search(r"BRA.*?(0x[0-9a-f]+)", text)
         if target and places.get(int(target[1], 16), i) < i:
             loops.append(range(places[int(target[1], 16)], i + 1))
-    with_products = [loop for loop in loops if any("MMA" in lines[i][1] for i in loop)]
+    # HFMA2.MMA is no matrix product
+    with_products = [loop for loop in loops if any(re.search(r"(?<!\.)MMA", lines[i][1]) for i in loop)]
     longest = max(with_products or loops or [range(0)], key=len)
     inner = [x for x in loops if x.start >= longest.start and x.stop < longest.stop and 2 * len(x) > len(longest)]
     return [lines[i][1] for i in max(inner or [longest], key=len)]

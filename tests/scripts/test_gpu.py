@@ -164,6 +164,23 @@ assert variants(4096) == variants(4004)
     assert actual.returncode == 0, actual.stderr
 
 
+def test_instructions_are_counted_in_the_inner_loop_and_those_with_matrix_products():
+    program = """
+from scripts.compile_kernels import _longest_loop
+def loop(*code):
+    lines = [(f"{16 * i:04x}", text) for i, text in enumerate(code)]
+    return len(_longest_loop(lines))
+body = ["FADD"] * 20
+assert loop("MOV", *body, "@P0 BRA 0x0010") == 21
+assert loop("MOV", "LDG", *body, "@P0 BRA 0x0020", "STG", "@P1 BRA 0x0010") == 21  # tokens within chunks
+assert loop(*body, "BRA 0x0000", "HFMA2.MMA", "BRA 0x0150") == 21
+assert loop(*body, "BRA 0x0000", "HMMA.1688.F32.TF32", "BRA 0x0150") == 2
+assert loop("HMMA.1688.F32.TF32", *body, "FADD", "@P0 BRA 0x0150", *body, "BRA 0x0000") == 44
+"""
+    actual = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert actual.returncode == 0, actual.stderr
+
+
 def test_rows_have_names_of_their_own_and_the_first_ones_are_of_every_kind():
     named = [Case("gpu", model, task, True, batch) for model, task, batch in ON_GPUS]
     assert len({case.name for case in named}) == len(named)

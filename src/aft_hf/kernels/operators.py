@@ -81,7 +81,7 @@ STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) numerator, Tensor(d!) de
 KEPT = "Tensor average, Tensor logsumexp, Tensor center"
 # Gradients are those of query, key, value and w, and empty for what is None or not needed.
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
-DTYPES = frozenset((torch.float32, torch.bfloat16))  # of kernels; the portable form computes others
+DTYPES = frozenset((torch.float32, torch.bfloat16))  # of kernels; those for GPUs take float16, too
 FEW_FEATURES = 16  # heads with fewer features do not fill a vector of the kernel for tables
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # what kernels, and the compiler, take
 # The types of devices whose kernels keep intermediate results for the backward pass, by `NAME_keeping`.

@@ -18,6 +18,8 @@ from .device import EMPTY, LOG2E, _divide, _log2, kernel, tl, triton
 # Tokens that are loaded at once, before those that were loaded last are used: forwards and backwards
 GROUP, PAIR = tl.constexpr(4), tl.constexpr(2)
 
+SMALL = tl.constexpr(2.0**-100)
+
 
 @triton.jit
 def _row(ptr, t, T, step, features, exists, other: tl.constexpr):
@@ -121,8 +123,8 @@ def _output(
     at, inside = t * step + features, exists & (t < T)
     if DOCUMENTS:
         D = tl.where(first > t, 0.0, D)
-    some = D != 0.0
-    den, gate = tl.where(some, D, 1.0), 1.0
+    # 0 without a visible token, when N is 0, too; otherwise at least about 1, since M is the largest key
+    den, gate = tl.maximum(D, SMALL, propagate_nan=tl.PropagateNan.ALL), 1.0
     if GATED:
         exponent = tl.minimum(-q.to(tl.float32) * LOG2E, 100.0, propagate_nan=tl.PropagateNan.ALL)
         gate = 1.0 + tl.exp2(exponent)
@@ -132,13 +134,13 @@ def _output(
         y = tl.where(first > t, 0.0, y)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
     if KEEP:
-        reference = tl.where((reference == -float("inf")) & some, M, reference)
+        reference = tl.where(reference <= EMPTY, M, reference)
         log_den = M - reference
         if ALIBI:
             log_den -= slope * age
         log_den = log_den * LOG2E + _log2(den)
         tl.store(c_ptr + at, c - center, inside)
-        tl.store(l_ptr + at, tl.where(some, log_den, float("inf")), inside)
+        tl.store(l_ptr + at, tl.where(D != 0.0, log_den, float("inf")), inside)
     return reference
 
 
@@ -215,7 +217,7 @@ def walk_kernel(
             k, v, q, f = k_next, v_next, q_next, f_next
         if KEEP:
             to = r_ptr + (b * tl.cdiv(T, C) + chunk) * 2 * D + features
-            tl.store(to, tl.where(reference == none, 0.0, reference), exists)
+            tl.store(to, tl.where(reference <= EMPTY, 0.0, reference), exists)
             tl.store(to + D, center, exists)
     if TOTALS:
         _store_sums(sums_ptr + (b * (S + 1) + segment) * 5 * D, features, D, exists, M, age, num, den, length)
