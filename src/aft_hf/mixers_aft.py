@@ -33,8 +33,8 @@ class AFTMixer(nn.Module):
         num_heads: position-bias heads h; each owns d / h features.
         causal: whether position t sees only t' <= t.
         key_per_head: whether K is one number per head, as in AFT-conv, or per feature.
-        qkv_bias, use_query, query_activation, use_output_projection, global_connectivity, position_bias_init_std,
-            position_bias_multiplier, mixing_implementation: as in `AFTConfig`.
+        qkv_bias, use_query, query_activation, use_output_projection, global_connectivity: as in `AFTConfig`.
+        position_bias_init_std, position_bias_multiplier, mixing_implementation: as in `AFTConfig`.
     """
 
     # The length of the longest sequence that learned tables cover; None without learned tables.
