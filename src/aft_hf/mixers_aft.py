@@ -261,7 +261,7 @@ class AFTMixer(nn.Module):
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return the hooks of the calls of a module."""
+    """Return the hooks of a module's calls."""
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return [hook for each in kinds for hook in each.values()]
 
