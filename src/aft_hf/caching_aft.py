@@ -25,7 +25,7 @@ SUMS_AND_WINDOW = ("keys", "values", "numerator", "denominator", "maximum")
 
 @contextmanager
 def _no_inference_tensors() -> Iterator[None]:
-    """Leave inference mode."""
+    """Leave inference mode, but not no_grad."""
     enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(enabled):
         yield
@@ -198,7 +198,7 @@ class AFTLayerState(CacheLayerMixin):
         return context
 
     def _position(self, biases: Any) -> int | Tensor:
-        """Return the position of the next token, one per row (B,) if they differ and w depends on the position."""
+        """Return the position of the next token, one per row (B,) if they may differ and w depends on it."""
         if biases.relative or self.is_empty:
             return 0
         return self.seen if self.padded else self.cumulative_length

@@ -108,7 +108,7 @@ class AFTMixer(nn.Module):
             grid_size: (rows, columns) with T = rows * columns, for mixers on a grid.
         """
         seq_len, grid_size = self._check_size(seq_len, grid_size)
-        parameter = next(self.parameters(), torch.empty(0))  # modules of quantized layers have none
+        parameter = next(self.parameters(), torch.empty(0))  # quantized layers have none
         device_type = parameter.device.type
         with torch.autocast("cpu" if device_type == "meta" else device_type, enabled=False):
             return self.biases(parameter, grid_size).dense(seq_len)

@@ -126,7 +126,7 @@ class Visibility:
         return replace(self, **tensors)
 
     def padding_last(self) -> "Visibility":
-        """Return who sees whom after `moved`, with padding behind the real tokens, which no causal token sees."""
+        """Return who sees whom after `moved`: padding follows the real tokens, which do not see it."""
         if self.order is None:
             return self
         real, position = (x.flatten()[self.order[0]] for x in (self.real, self.position))
@@ -210,9 +210,6 @@ def visibility_of(
     return visibility
 
 
-# -------- problems
-
-
 @dataclass(frozen=True, eq=False)
 class Mixing:
     """One mixing problem: keys, values, position biases, and the positions that are visible to each query.
@@ -278,7 +275,7 @@ class Mixing:
 
 # -------- which form
 
-# The namespace of the operators of aft-hf, which `aft_hf.kernels.operators` describes.
+# The namespace of the operators, which `aft_hf.kernels.operators` describes.
 OPERATORS = "aft_hf_v4"
 
 # Bidirectional windows of more chunks than this are computed by running sums; for fewer, a table is faster.

@@ -385,12 +385,12 @@ class AFTModel(AFTPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
 
     def _may_move(self, **kwargs: Any) -> bool:
-        """Whether all mixers are causal, and no hook or recorder sees outputs of layers."""
-        records = (kwargs.get(x, getattr(self.config, x)) for x in ("output_hidden_states", "output_attentions"))
-        if any(records) or not all(getattr(x, "causal", False) for x in self._mixers):
+        """Whether all mixers are causal, and outputs of layers are neither recorded nor seen by hooks."""
+        records = kwargs["output_attentions"] or kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        if records or not all(getattr(x, "causal", False) for x in self._mixers):
             return False
         hooks = (hook for module in self.layers.modules() for hook in hooks_of(module))
-        # Those of recorders stay
+        # Those that record outputs stay
         return all(getattr(hook, "__module__", None) == capture_outputs.__module__ for hook in hooks)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

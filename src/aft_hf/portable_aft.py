@@ -100,7 +100,7 @@ def floored_exp(x: Tensor) -> Tensor:
 
 
 def _limit(exponent: float, x: Tensor) -> float:
-    """An exponent for x."""
+    """Return an exponent for the dtype of x."""
     return exponent * FARTHER if x.dtype == torch.float64 else exponent
 
 

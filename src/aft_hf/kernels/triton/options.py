@@ -126,7 +126,9 @@ def card(x: torch.Tensor) -> str:
 
 
 def named(capability: int) -> str:
-    """sm_100 stands for all data center GPUs of that generation, and sm_89 for sm_86, whose limits are the same."""
+    """Return the name of a compute capability in the table: sm_100 for all data center GPUs of that generation, and
+    sm_89 for sm_86, whose limits are the same.
+    """
     return f"sm_{100 if capability // 10 == 10 else 89 if capability == 86 else capability}"
 
 

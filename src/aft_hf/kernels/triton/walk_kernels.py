@@ -123,7 +123,7 @@ def _output(
     at, inside = t * step + features, exists & (t < T)
     if DOCUMENTS:
         D = tl.where(first > t, 0.0, D)
-    # 0 without a visible token, when N is 0, too; otherwise at least about 1, since M is the largest key
+    # D is 0 if no token is visible, and then N is 0, too. Otherwise, the token of the largest key adds about 1 to D.
     den, gate = tl.maximum(D, SMALL, propagate_nan=tl.PropagateNan.ALL), 1.0
     if GATED:
         exponent = tl.minimum(-q.to(tl.float32) * LOG2E, 100.0, propagate_nan=tl.PropagateNan.ALL)
