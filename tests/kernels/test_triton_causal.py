@@ -24,6 +24,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns of inf - inf
 
 
+@pytest.fixture(autouse=True)
+def one_segment(monkeypatch):
+    """Carry sums from chunk to chunk, as where rows are many. Otherwise, each chunk here is a segment."""
+    monkeypatch.setattr(causal_launch, "PROGRAMS", 1)
+
+
 class Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *problem):
@@ -245,6 +251,12 @@ def test_a_document_does_not_reach_the_one_before_or_after(hostile, begin, size,
             actual.append([output, *torch.autograd.grad(output, inputs, gradient.to(DEVICE))])
         for x, y in zip(*actual):
             torch.testing.assert_close(y[:, other], x[:, other], rtol=2e-5, atol=2e-5)
+
+
+def test_the_keys_of_padding_reach_no_gradient():
+    first, key = torch.zeros(1, 70, dtype=torch.int64), problem(70, 5, width=2)[1]
+    first[:, 66:], key[:, 66:] = 70, 1e6
+    assert_exact(problem(70, 5, width=2, first=first, key=key))
 
 
 @pytest.mark.parametrize(("length", "size"), ((1, 5), (1, "alibi"), (33, 5), slow(33, "alibi"), slow(130, 5)), ids=str)

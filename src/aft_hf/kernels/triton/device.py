@@ -50,7 +50,7 @@ def _largest(x):
 def _once(x):
     """Return x such that the compiler does not compute it again in every layout in which it is used."""
     if ON_NVIDIA:
-        if x.dtype == tl.float32:
+        if x.dtype == tl.float32 or x.dtype == tl.int32:
             return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=1)
         else:
             return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=2)

@@ -9,8 +9,9 @@ Such chunks are flagged per feature, and `repair_kernel` and `repair_backward_ke
 some queries do not see the first tokens (no global connectivity, or documents with other windows than of CARRY), so m
 is the largest key of the window, and denominators tell which chunks to repair.
 
-CARRY (NEAR = 1): the factors of a chunk are kept for the next one. With documents, m and the sums begin anew where a
-document begins; in such chunks, numerators and denominators tell what to repair.
+CARRY (NEAR = 1): the products of a chunk with the tile of the next one are computed while its factors are at hand.
+With documents, m and the sums begin anew where a document begins; in such chunks, numerators and denominators tell
+what to repair.
 
 Kept for the backward pass are, as by `walk_kernels.py`, averages and base-2 logarithms of denominators, here without
 a_t. `causal_launch.py` launches these kernels.
@@ -26,19 +27,15 @@ GROUP = tl.constexpr(8)  # chunks of a program of the repair kernels, at most
 
 
 @triton.jit
-def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr,
-             KEY_PER_HEAD: tl.constexpr, AT_ONCE: tl.constexpr = 16):  # fmt: skip
-    """The row, segment and head of a program, its features, which of them exist, and their keys. A thread loads
-    AT_ONCE features at most.
+def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr):
+    """The row, segment and head of a program, its first feature, its features in the order of columns (below), and
+    which of them exist.
     """
-    pid = tl.program_id(0)
+    pid, column = tl.program_id(0), tl.arange(0, BD)
     f, s, b = pid % (HEADS * BLOCKS), pid // (HEADS * BLOCKS) % S, (pid // (HEADS * BLOCKS) // S).to(tl.int64)
-    own, head = tl.max_contiguous(f % BLOCKS * BD + tl.arange(0, BD), AT_ONCE), f // BLOCKS
-    features = head * HEAD + own
-    keys = features
-    if KEY_PER_HEAD:
-        keys = features * 0 + head
-    return b, s, head, features, own < HEAD, keys
+    head, at = f // BLOCKS, f % BLOCKS * BD
+    own = at + BD // 8 * (column % 8) + column // 8
+    return b, s, head, head * HEAD + at, head * HEAD + own, own < HEAD
 
 
 @triton.jit
@@ -48,50 +45,163 @@ def _dot(a, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def _starts(first_ptr, b, t, T, DOCUMENTS: tl.constexpr):
-    """The first token that each token sees; T or more for hidden ones."""
+    """The first token that each token sees; a later one for hidden tokens and tokens that do not exist."""
     if DOCUMENTS:
-        return tl.load(first_ptr + b * T + t, (t >= 0) & (t < T), T).to(tl.int32)
+        return tl.load(first_ptr + b * T + t, (t >= 0) & (t < T), 2**30).to(tl.int32)
     return tl.where((t >= 0) & (t < T), 0, T)
 
 
-@triton.jit
-def _tile(ptr, t, step, features, inside, other: tl.constexpr):
-    return tl.load(ptr + (t[:, None] * step + features[None, :]), inside, other).to(tl.float32)
+# Forms of blocks of C tokens and BD features, (C, BD). As a factor or a result of matrix products, a lane of a warp
+# loads the elements that it holds in a product, so nothing passes through shared memory, and column j holds the
+# feature BD / 8 * (j % 8) + j / 8, so a lane loads neighbors. Factors have two forms, 1 and 2: Triton gives a lane one
+# row at a time if numbers were loaded in 32 bits, and two if in 16. The last form is in the order of memory.
+RESULT, MEMORY = tl.constexpr(0), tl.constexpr(-1)
 
 
 @triton.jit
-def _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS: tl.constexpr):
-    """Load keys, (C, 1) if `keys` is one that all features share, and values relative to a center: -inf and 0 for
-    hidden tokens, whose values may be NaN.
+def _tokens(t, C: tl.constexpr):
+    """C tokens from t on as a warp loads those of a factor: (2, C / 16, 2, 1, 4, 1)."""
+    u = t + tl.arange(0, 2)[:, None, None, None, None, None] + 2 * tl.arange(0, 4)[None, None, None, None, :, None]
+    u += 16 * tl.arange(0, C // 16)[None, :, None, None, None, None]
+    return u + 8 * tl.arange(0, 2)[None, None, :, None, None, None]
+
+
+@triton.jit
+def _order(FORM: tl.constexpr, C: tl.constexpr):
+    """The tokens of the rows of a block."""
+    i = tl.arange(0, C)
+    if FORM == 1:
+        return i // 16 * 16 + i // 4 % 2 * 8 + i % 4 * 2 + i // 8 % 2
+    return i
+
+
+@triton.jit
+def _place(t, T, step, feature, HEAD: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Offsets of C tokens from t on and BD features from `feature` on, and which of them exist. The others have
+    offsets of elements that exist, so loads need no mask, whose predicates and zeros would take many registers.
     """
-    inside, some = ((t >= 0) & (t < T))[:, None], exists if keys.shape[0] > 1 else keys >= 0
-    k = _tile(k_ptr, t, kt, keys, inside & some[None, :], -float("inf"))
-    v = _tile(v_ptr, t, vt, features, inside & exists[None, :], 0.0)
+    if FORM > 0:  # (2, C / 16, 2, 8, 4, BD / 8)
+        u, j = _tokens(t, C), BD // 8 * tl.arange(0, 8)
+        if BD == 8:
+            j = _once(j)  # otherwise lanes would load neighbors only
+        j = j[None, None, None, :, None, None] + tl.arange(0, BD // 8)[None, None, None, None, None, :]
+    else:  # (C, BD)
+        u, j = t + tl.arange(0, C)[:, None], tl.arange(0, BD)[None, :]
+        if FORM == 0:
+            j = tl.max_contiguous(j, (1, BD // 4))
+    inside, u = u < T, tl.maximum(tl.minimum(u, T - 1), 0)
+    if HEAD % BD != 0:
+        inside, j = inside & (feature % HEAD + j < HEAD), tl.minimum(j, HEAD - 1 - feature % HEAD)
+    return u * step + (feature + j), inside
+
+
+@triton.jit
+def _block(x, FORM: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Return what was loaded from the offsets of `_place`, (C, BD)."""
+    if FORM == 1:
+        x = tl.reshape(tl.permute(x, (1, 0, 2, 4, 5, 3)), (C, BD))
+    elif FORM == 2:
+        x = tl.reshape(tl.permute(x, (1, 2, 4, 0, 5, 3)), (C, BD))
+    elif FORM == 0:
+        x = tl.reshape(tl.permute(tl.reshape(x, (C, 8, BD // 8)), (0, 2, 1)), (C, BD))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load(ptr, t, T, step, feature, HEAD: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Load a block of C tokens from t on and BD features from `feature` on, (C, BD). Tokens that do not exist are
+    copies of the first or the last one, and features copies of the last one.
+    """
+    at, _ = _place(t, T, step, feature, HEAD, FORM, C, BD)
+    return _block(tl.load(ptr + at), FORM, C, BD)
+
+
+@triton.jit
+def _store(ptr, x, t, T, step, feature, HEAD: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Store a block, (C, BD)."""
+    at, inside = _place(t, T, step, feature, HEAD, FORM, C, BD)
+    x = x.to(ptr.dtype.element_ty)
+    if FORM == 1:
+        x = tl.permute(tl.reshape(x, (C // 16, 2, 2, 4, BD // 8, 8)), (1, 0, 2, 5, 3, 4))
+    elif FORM == 2:
+        x = tl.permute(tl.reshape(x, (C // 16, 2, 4, 2, BD // 8, 8)), (3, 0, 1, 5, 2, 4))
+    else:
+        x = tl.reshape(tl.permute(tl.reshape(x, (C, BD // 8, 8)), (0, 2, 1)), (C, BD))
+    tl.store(ptr + at, x, inside)
+
+
+@triton.jit
+def _matrix(ptr, tile, j, there, FORM: tl.constexpr, NEAR: tl.constexpr, C: tl.constexpr):
+    """Load matrix j of a tile, (C, C), which multiplies a factor; 0 if it is not there (None: it is). `_store_matrix`
+    stored it in the order in which the lanes of a warp hold it.
+    """
+    at = ptr + (tile * (NEAR + 1) + j) * (C * C) + tl.arange(0, C * C)
+    x = tl.reshape(tl.load(at, there, None if there is None else 0.0), (C // 16, C // 16, 2, 8, 4, 2, 2))
+    if FORM == 1:
+        return tl.reshape(tl.permute(x, (0, 6, 3, 1, 2, 5, 4)), (C, C))
+    return tl.reshape(tl.permute(x, (0, 6, 3, 1, 5, 4, 2)), (C, C))
+
+
+@triton.jit
+def _store_matrix(ptr, tile, j, x, there, NEAR: tl.constexpr, C: tl.constexpr):
+    at = ptr + (tile * (NEAR + 1) + j) * (C * C) + tl.arange(0, C * C)
+    x = tl.permute(tl.reshape(x, (C // 16, 2, 8, C // 16, 2, 4, 2)), (0, 3, 6, 2, 5, 4, 1))
+    tl.store(at, tl.reshape(x, (C * C,)), there)
+
+
+@triton.jit
+def _load_keys(k_ptr, t, T, kt, feature, FORM: tl.constexpr, KEY_PER_HEAD: tl.constexpr, HEAD: tl.constexpr,
+               C: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Load keys, (C, BD), or a result of (C, 1) if the features share a key."""
+    if KEY_PER_HEAD and FORM > 0:  # each lane loads what it needs
+        u = _tokens(t, C) + 0 * tl.arange(0, 8)[None, None, None, :, None, None]
+        k = tl.load(k_ptr + (tl.maximum(tl.minimum(u, T - 1), 0) * kt + feature // HEAD))
+        return _block(tl.broadcast_to(k, (2, C // 16, 2, 8, 4, BD // 8)), FORM, C, BD)
+    elif KEY_PER_HEAD:
+        u = tl.maximum(tl.minimum(t + tl.arange(0, C), T - 1), 0)[:, None]
+        if FORM < 0:  # a column would take more registers here
+            u += 0 * tl.arange(0, BD)[None, :]
+        return tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32)
+    else:
+        return _load(k_ptr, t, T, kt, feature, HEAD, FORM, C, BD)
+
+
+@triton.jit
+def _keys(k_ptr, v_ptr, t, T, kt, vt, feature, start, center, FORM: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+          HEAD: tl.constexpr, DOCUMENTS: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Load keys, and values relative to a center: -inf and 0 for hidden tokens, whose values may be NaN. Without
+    DOCUMENTS, copies of the last token are not hidden: no query sees them.
+    """
+    k = _load_keys(k_ptr, t, T, kt, feature, FORM, KEY_PER_HEAD, HEAD, C, BD)
+    v = _load(v_ptr, t, T, vt, feature, HEAD, FORM, C, BD)
     if DOCUMENTS:
-        k = tl.where((start > t)[:, None], -float("inf"), k)
+        k = tl.where((start > t + tl.arange(0, C))[:, None], -float("inf"), k)
     return k, tl.where(k > -float("inf"), v - center[None, :], 0.0)
 
 
 @triton.jit
-def _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists):
+def _center(k_ptr, v_ptr, t, T, kt, vt, feature, seen, FORM: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+            HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """The number nearest to 0 between the smallest and the largest value of the tokens that are seen, of those that
     are finite and not hidden by a key of -inf. An outlier as a center would cost all other values digits.
     """
-    inside = seen[:, None] & exists[None, :]
-    k, v = _tile(k_ptr, t, kt, keys, inside, -float("inf")), _tile(v_ptr, t, vt, features, inside, 0.0)
-    counts = (tl.abs(v) < float("inf")) & (k > -float("inf"))
+    k = _load_keys(k_ptr, t, T, kt, feature, FORM, KEY_PER_HEAD, HEAD, C, BD)
+    v = _load(v_ptr, t, T, vt, feature, HEAD, FORM, C, BD)
+    counts = seen[:, None] & (tl.abs(v) < float("inf")) & (k > -float("inf"))
     low, high = tl.min(tl.where(counts, v, float("inf")), 0), tl.max(tl.where(counts, v, -float("inf")), 0)
     return tl.where(low <= high, tl.minimum(tl.maximum(low, 0.0), high), 0.0)
 
 
 @triton.jit
-def _carried(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, M, DOCUMENTS: tl.constexpr):
+def _carried(k_ptr, v_ptr, t, T, kt, vt, feature, start, center, M, FORM: tl.constexpr, KEY_PER_HEAD: tl.constexpr,
+             HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """The largest key so far, M or one of a chunk, and the sums and factors of the chunk relative to it."""
-    k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
+    k, v = _keys(
+        k_ptr, v_ptr, t, T, kt, vt, feature, start, center, FORM, KEY_PER_HEAD, HEAD, True, C, BD)  # fmt: skip
     M = tl.maximum(M, tl.max(k, 0))
     p = tl.exp2((k - M[None, :]) * LOG2E)
     pv = p * v
-    return M, tl.sum(p, 0), tl.sum(pv, 0), _once(p), _once(pv)
+    return M, tl.sum(p, 0), tl.sum(pv, 0), p, pv
 
 
 @triton.jit
@@ -146,11 +256,10 @@ def tiles_kernel(
         u = (n - NEAR + j) * C + i
         w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, GLOBAL)
         a = tl.exp2((w - top[:, None]) * LOG2E).to(a_ptr.dtype.element_ty)
-        tl.store(a_ptr + (pid.to(tl.int64) * C + i[:, None]) * ((NEAR + 1) * C) + j * C + i[None, :], a)
+        _store_matrix(a_ptr, pid.to(tl.int64), j, a, None, NEAR, C)
         if BACKWARD:
             of_keys = (b * HEADS + head) * NT + n - NEAR + j
-            to = b_ptr + (of_keys * C + i[None, :]) * ((NEAR + 1) * C) + (NEAR - j) * C + i[:, None]
-            tl.store(to, a, n - NEAR + j >= 0)
+            _store_matrix(b_ptr, of_keys, NEAR - j, tl.trans(a), n - NEAR + j >= 0, NEAR, C)
 
 
 @kernel
@@ -164,8 +273,9 @@ def sweep_kernel(
     """Compute the outputs of a segment of `each` chunks. INITIAL: the sums before the first token are given."""
     CARRY: tl.constexpr = NEAR == 1 and GLOBAL
     CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and not CARRY)
-    # A thread that loads fewer features has more rows of them, whose sums take fewer shuffles
-    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, 4)
+    FACTOR: tl.constexpr = 1 if CARRY and not DOCUMENTS and v_ptr.dtype.element_ty == tl.float32 else 2
+    b, s, head, feature, features, exists = _program(S, HEADS, BLOCKS, HEAD, BD)
+    keys = features * 0 + head if KEY_PER_HEAD else features
     k_ptr, v_ptr, y_ptr = k_ptr + b * kb, v_ptr + b * vb, y_ptr + b * T * D
     if GATED:
         q_ptr += b * qb
@@ -179,10 +289,10 @@ def sweep_kernel(
     center = tl.zeros((BD,), tl.float32)
     if CARRY or (GLOBAL and not DOCUMENTS):  # otherwise each chunk has its own
         t = first_chunk * C + i
-        seen = t < T
+        seen = t >= 0  # copies of the last token change nothing
         if DOCUMENTS:  # only a document that began before has a center here
             seen = _starts(first_ptr, b, t, T, DOCUMENTS) < first_chunk * C
-        center = _center(k_ptr, v_ptr, t, seen, kt, vt, keys, features, exists)
+        center = _center(k_ptr, v_ptr, first_chunk * C, T, kt, vt, feature, seen, FACTOR, KEY_PER_HEAD, HEAD, C, BD)
     if INITIAL:
         M = tl.load(m_ptr + b * key_width + keys, exists, EMPTY).to(tl.float32)
         N0 = tl.load(n_ptr + b * D + features, exists, 0.0).to(tl.float32)
@@ -201,13 +311,15 @@ def sweep_kernel(
             start, before = tl.where(t >= begin, t * 0, T), begin < first_chunk * C - C
             far_top, N0, D0 = tl.where(before, far_top, EMPTY), tl.where(before, N0, 0.0), tl.where(before, D0, 0.0)
         M, joining_p, joining_pv, last_p, last_pv = _carried(
-            k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, far_top, DOCUMENTS)  # fmt: skip
-        fade = tl.exp2((far_top - M) * LOG2E)
+            k_ptr, v_ptr, (first_chunk - 1) * C, T, kt, vt, feature, start, center, far_top, FACTOR, KEY_PER_HEAD,
+            HEAD, C, BD)  # fmt: skip
+        a = _matrix(a_ptr, tiles + tl.minimum(first_chunk, NT - 1), 0, None, FACTOR, NEAR, C)
+        of_last_num, of_last_den = _dot(a, last_pv, PRECISION), _dot(a, last_p, PRECISION)
     elif not CHECK:  # the largest key that all queries of the first chunk see
         for j in tl.range(NEAR):
-            t = (first_chunk - NEAR + j) * C + i
-            inside = (t >= 0)[:, None] & exists[None, :]
-            M = tl.maximum(M, tl.max(_tile(k_ptr, t, kt, keys, inside, -float("inf")), 0))
+            u = (first_chunk - NEAR + j) * C
+            k = _load_keys(k_ptr, u, T, kt, feature, FACTOR, KEY_PER_HEAD, HEAD, C, BD)
+            M = tl.maximum(M, tl.max(tl.where((u + i >= 0)[:, None], k, -float("inf")), 0))
     if not CHECK:
         M = tl.where(M > EMPTY, M, tl.maximum(known, EMPTY))
     for n in range(first_chunk, end):
@@ -219,10 +331,11 @@ def sweep_kernel(
             begins, kept = begin >= n * C, tl.load(first_ptr + b * T + n * C) < n * C
             # A document may not change the rounding of another one
             moved = tl.where(begins, center, 0.0)
-            center, M = center - moved, tl.where(kept, M, EMPTY)
+            center, M, far_top = center - moved, tl.where(kept, M, EMPTY), tl.where(kept, far_top, EMPTY)
             N0, D0 = tl.where(kept, N0 + moved * D0, 0.0), tl.where(kept, D0, 0.0)
         elif DOCUMENTS or not GLOBAL:
-            mine = _center(k_ptr, v_ptr, t, (start <= t) & (t < T), kt, vt, keys, features, exists)
+            seen = (start <= t) & (t < T)
+            mine = _center(k_ptr, v_ptr, n * C, T, kt, vt, feature, seen, FACTOR, KEY_PER_HEAD, HEAD, C, BD)
             if DOCUMENTS:  # the tokens that join the sums before the window: those of the document of the last one
                 begin = tl.load(first_ptr + b * T + tl.minimum(oldest + C, T) - 1, n >= NEAR, T).to(tl.int32)
                 kept = begin < oldest
@@ -230,7 +343,9 @@ def sweep_kernel(
                 whole = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1) <= tl.maximum(oldest, 0)
                 mine = tl.where(whole, mine, 0.0)
             N0, center = N0 + (center - mine) * D0, mine
-        k, v = _keys(k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, start, center, DOCUMENTS)
+        k, v = _keys(
+            k_ptr, v_ptr, n * C, T, kt, vt, feature, start, center, FACTOR, KEY_PER_HEAD, HEAD, DOCUMENTS, C,
+            BD)  # fmt: skip
         own = tl.max(k, 0) if CARRY else _largest(k + v * 0.0)
         m = tl.maximum(M, own)
         if CHECK:
@@ -238,27 +353,25 @@ def sweep_kernel(
             if not GLOBAL:
                 m = tl.maximum(tl.max(k, 0), EMPTY)
             for j in tl.range(NEAR):
-                u = oldest + j * C + i
+                near = _starts(first_ptr, b, oldest + j * C + i, T, DOCUMENTS)
                 x, _ = _keys(
-                    k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
-                    DOCUMENTS)  # fmt: skip
+                    k_ptr, v_ptr, oldest + j * C, T, kt, vt, feature, near, center, FACTOR, KEY_PER_HEAD, HEAD,
+                    DOCUMENTS, C, BD)  # fmt: skip
                 m = tl.maximum(m, tl.max(x, 0))
         tile = tiles + tl.minimum(n, NT - 1)
-        a_at = a_ptr + (tile * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
         num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
         top0, num0, den0 = far_top, N0, D0
         if CARRY:
             r, far = tl.exp2((M - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
             if DOCUMENTS:
                 far = tl.maximum(far, 0.0)
+            fade = tl.exp2((far_top - M) * LOG2E)
             N0, D0, far_top = N0 * fade, D0 * fade, M
-            num, den, a = far * N0[None, :], far * D0[None, :], tl.load(a_at)
-            num, of_last = num + _dot(a, last_pv, PRECISION), _dot(a, last_p, PRECISION)
-            den += of_last
+            num, den = far * N0[None, :] + of_last_num, far * D0[None, :] + of_last_den
             if DOCUMENTS:
-                num += of_last * moved[None, :]
+                num += of_last_den * moved[None, :]
             num, den = num * r[None, :], den * r[None, :]
-            N0, D0, fade = N0 + joining_pv, D0 + joining_p, r
+            N0, D0 = N0 + joining_pv, D0 + joining_p
         elif GLOBAL:
             r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
@@ -267,14 +380,14 @@ def sweep_kernel(
         p = tl.exp2((k - m[None, :]) * LOG2E)
         pv, k2, v2, u = p * v, k, v, t
         if NEAR > 0:
-            own_p, own_pv = _once(p), _once(pv)
+            own_p, own_pv = p, pv
         if CARRY:
             joining_p, joining_pv, last_p, last_pv = tl.sum(p, 0), tl.sum(pv, 0), own_p, own_pv
         elif NEAR > 0:
             u = oldest + i
             k2, v2 = _keys(
-                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
-                DOCUMENTS)  # fmt: skip
+                k_ptr, v_ptr, oldest, T, kt, vt, feature, _starts(first_ptr, b, u, T, DOCUMENTS), center, FACTOR,
+                KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
             p = tl.exp2((k2 - m[None, :]) * LOG2E)
             pv = p * v2
         if GLOBAL and not CARRY:
@@ -284,20 +397,20 @@ def sweep_kernel(
             N0 = tl.where(kept, N0 * fade, 0.0) + tl.sum(tl.where((u >= begin)[:, None], joining * v2, 0.0), 0)
             D0 = tl.where(kept, D0 * fade, 0.0) + tl.sum(joining, 0)
         if not CARRY:
-            a = tl.load(a_at)
+            a = _matrix(a_ptr, tile, 0, None, FACTOR, NEAR, C)
             num += _dot(a, pv, PRECISION)
             den += _dot(a, p, PRECISION)
         for j in tl.range(1, NEAR):
-            u = oldest + j * C + i
+            near = _starts(first_ptr, b, oldest + j * C + i, T, DOCUMENTS)
             k2, v2 = _keys(
-                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
-                DOCUMENTS)  # fmt: skip
+                k_ptr, v_ptr, oldest + j * C, T, kt, vt, feature, near, center, FACTOR, KEY_PER_HEAD, HEAD, DOCUMENTS,
+                C, BD)  # fmt: skip
             p = tl.exp2((k2 - m[None, :]) * LOG2E)
-            a = tl.load(a_at + j * C)
+            a = _matrix(a_ptr, tile, j, None, FACTOR, NEAR, C)
             num += _dot(a, p * v2, PRECISION)
             den += _dot(a, p, PRECISION)
         if NEAR > 0:
-            a = tl.load(a_at + NEAR * C)
+            a = _matrix(a_ptr, tile, NEAR, None, FACTOR, NEAR, C)
             num += _dot(a, own_pv, PRECISION)
             den += _dot(a, own_p, PRECISION)
         hidden, largest, next_center = ((start > t) | (t >= T))[:, None], m, center
@@ -313,26 +426,28 @@ def sweep_kernel(
         if begins:  # a document begins in the chunk, and only the last one counts later
             bad = _lost(num, den, hidden)
             num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
-            next_center = _center(k_ptr, v_ptr, t, (t >= begin) & (t < T), kt, vt, keys, features, exists)
+            seen = (t >= begin) & (t < T)
+            next_center = _center(k_ptr, v_ptr, n * C, T, kt, vt, feature, seen, FACTOR, KEY_PER_HEAD, HEAD, C, BD)
             M, joining_p, joining_pv, last_p, last_pv = _carried(
-                k_ptr, v_ptr, t, T, kt, vt, keys, features, exists, tl.where(t >= begin, start, T), next_center,
-                tl.zeros((BD,), tl.float32) + EMPTY, DOCUMENTS)  # fmt: skip
-            largest, fade = tl.where(M > EMPTY, M, m), tl.zeros((BD,), tl.float32)
-            N0, D0 = fade, fade
+                k_ptr, v_ptr, n * C, T, kt, vt, feature, tl.where(t >= begin, start, T), next_center,
+                tl.zeros((BD,), tl.float32) + EMPTY, FACTOR, KEY_PER_HEAD, HEAD, C, BD)  # fmt: skip
+            largest, far_top = tl.where(M > EMPTY, M, m), M
+            N0, D0 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
         of_chunk = (b * N + n) * D + features
         tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
-        state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
-        tl.store(state_at, top0, bad)
-        tl.store(state_at + D, num0, bad)
-        tl.store(state_at + 2 * D, den0, bad)
-        tl.store(state_at + 3 * D, center, bad)
-        inside, at, gate = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :], 1.0
+        if tl.max((bad & exists).to(tl.int32)) > 0:
+            state_at = state_ptr + (b * N + n) * 4 * D + features
+            tl.store(state_at, top0, exists)
+            tl.store(state_at + D, num0, exists)
+            tl.store(state_at + 2 * D, den0, exists)
+            tl.store(state_at + 3 * D, center, exists)
+        gate = 1.0
         some = den != 0.0
         if CHECK:  # without it, chunks with visible queries that see no key are bad
             some &= ~hidden
             num, den = tl.where(some, num, 0.0), tl.where(some, den, 1.0)
         if GATED:
-            gate = 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E)
+            gate = 1.0 + tl.exp2(_load(q_ptr, n * C, T, qt, feature, HEAD, RESULT, C, BD) * -LOG2E)
         if KEEP:
             average, log_den = _divide(num, den), _log2(den)
             # Finite, since not all queries may see an infinite key
@@ -341,8 +456,8 @@ def sweep_kernel(
                 log_den = tl.where(some, log_den, float("inf"))
             elif DOCUMENTS:  # relative to a key that all later queries of the last document see
                 log_den = tl.where(hidden, float("inf"), log_den + ((m - largest) * LOG2E)[None, :])
-            tl.store(c_ptr + at, average, inside)
-            tl.store(l_ptr + at, log_den, inside)
+            _store(c_ptr, average, n * C, T, D, feature, HEAD, RESULT, C, BD)
+            _store(l_ptr, log_den, n * C, T, D, feature, HEAD, RESULT, C, BD)
             to = r_ptr + (b * N + n) * 3 * D + features
             tl.store(to, largest, exists)
             tl.store(to + D, center, exists)
@@ -354,7 +469,10 @@ def sweep_kernel(
             y = tl.where(some, y, 0.0)
         elif DOCUMENTS:  # the query of a hidden token may be NaN
             y = tl.where(hidden, 0.0, y)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
+        _store(y_ptr, y, n * C, T, D, feature, HEAD, RESULT, C, BD)
+        if CARRY:
+            a = _matrix(a_ptr, tiles + tl.minimum(n + 1, NT - 1), 0, None, FACTOR, NEAR, C)
+            of_last_num, of_last_den = _dot(a, last_pv, PRECISION), _dot(a, last_p, PRECISION)
         center = next_center
 
 
@@ -375,7 +493,8 @@ def repair_kernel(
     INITIAL: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of the flagged features of `each` chunks key by key."""
-    b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    b, group, head, _, features, exists = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD)
+    keys = features * 0 + head if KEY_PER_HEAD else features
     # The outputs of the `past` tokens of a state are not used
     begin, end = tl.maximum(group * each, past // C), tl.minimum(group * each + each, N)
     end = tl.where(_flagged(flag_ptr + b * N * D, begin, end, D, features, exists), end, begin)
@@ -416,7 +535,8 @@ def repair_kernel(
             c = tl.where(some, num / den, -center[None, :])
             y = c + center[None, :]
             if GATED:
-                y = tl.where(some, y * tl.sigmoid(_tile(q_ptr + b * qb, t, qt, features, inside, 0.0)), 0.0)
+                q = tl.load(q_ptr + b * qb + (t[:, None] * qt + features[None, :]), inside, 0.0).to(tl.float32)
+                y = tl.where(some, y * tl.sigmoid(q), 0.0)
             tl.store(y_ptr + b * T * D + at, y.to(y_ptr.dtype.element_ty), inside)
             if KEEP:
                 tile = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)
@@ -436,21 +556,22 @@ def repair_kernel(
 
 @triton.jit
 def _queries(
-    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center,
-    GATED: tl.constexpr, CHECK: tl.constexpr, QUERY: tl.constexpr, C: tl.constexpr,
+    g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, feature, features, exists, center,
+    GATED: tl.constexpr, CHECK: tl.constexpr, QUERY: tl.constexpr, HEAD: tl.constexpr, FORM: tl.constexpr,
+    C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Load, of the queries of a chunk: the gradient of the averages; the averages, relative to the given center;
     log-denominators; and the reference of these. With QUERY, store the gradient of the queries (the gate).
     """
-    t = n * C + tl.arange(0, C)
-    inside, at = (t < T)[:, None] & exists[None, :], t[:, None] * D + features[None, :]
     known = exists & (n * C < T)
     reference = tl.load(r_ptr + n * 3 * D + features, known, -EMPTY)
     own_center = tl.load(r_ptr + n * 3 * D + D + features, known, 0.0)
-    g, c = _tile(g_ptr, t, gt, features, inside, 0.0), tl.load(c_ptr + at, inside, 0.0)
-    log_den = tl.load(l_ptr + at, inside, float("inf"))
+    g = _load(g_ptr, n * C, T, gt, feature, HEAD, FORM, C, BD)
+    c = _load(c_ptr, n * C, T, D, feature, HEAD, FORM, C, BD)
+    log_den = _load(l_ptr, n * C, T, D, feature, HEAD, FORM, C, BD)
+    log_den = tl.where((n * C + _order(FORM, C) < T)[:, None], log_den, float("inf"))
     if GATED:
-        gate = _divide(1.0, 1.0 + tl.exp2(_tile(q_ptr, t, qt, features, inside, 0.0) * -LOG2E))
+        gate = _divide(1.0, 1.0 + tl.exp2(_load(q_ptr, n * C, T, qt, feature, HEAD, FORM, C, BD) * -LOG2E))
         g *= gate
     if CHECK:  # a hidden token may have a gradient that is NaN
         g = tl.where(log_den != float("inf"), g, 0.0)
@@ -458,7 +579,7 @@ def _queries(
         dq = (c + own_center[None, :]) * (g - g * gate)
         if CHECK:
             dq = tl.where(log_den != float("inf"), dq, 0.0)
-        tl.store(dq_ptr + at, _once(dq.to(dq_ptr.dtype.element_ty)), inside)
+        _store(dq_ptr, dq, n * C, T, D, feature, HEAD, FORM, C, BD)
     if not QUERY:
         c += (own_center - center)[None, :]
     return g, c, log_den, reference
@@ -466,18 +587,19 @@ def _queries(
 
 @triton.jit
 def _far_queries(
-    R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tile, n, T, D, gt, qt, features, exists,
-    reference, center, GATED: tl.constexpr, CHECK: tl.constexpr, C: tl.constexpr,
+    R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tile, n, T, D, gt, qt, feature, features, exists,
+    reference, center, GATED: tl.constexpr, CHECK: tl.constexpr, HEAD: tl.constexpr, FORM: tl.constexpr,
+    C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add the queries of a chunk to the sums over those that see all keys before the near chunks."""
-    there, i = n * C < T, tl.arange(0, C)
+    i = tl.arange(0, C)
     g, c, log_den, of_queries = _queries(
-        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, features, exists, center, GATED, CHECK, False, C
-    )
-    log_den += (tl.load(top_ptr + tile * C + i, there, 0.0) * LOG2E)[:, None]
+        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, feature, features, exists, center, GATED, CHECK,
+        False, HEAD, FORM, C, BD)  # fmt: skip
+    log_den += (tl.load(top_ptr + tile * C + i) * LOG2E)[:, None]
     shift = (reference - of_queries) * LOG2E
     if CHECK:
-        seen = (tl.load(far_ptr + tile * C + i, there, 0.0) >= 0.0)[:, None]
+        seen = (tl.load(far_ptr + tile * C + i) >= 0.0)[:, None]
         log_den = tl.where(seen, log_den, float("inf"))
         lowest = tl.maximum(tl.max(-log_den, 0), EMPTY)
         x = tl.where(seen, tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
@@ -490,11 +612,12 @@ def _far_queries(
 
 
 @triton.jit
-def _far_sums(g, c, log_den, of_queries, r_ptr, below, top_ptr, far_ptr, D, exists, DOCUMENTS: tl.constexpr):
-    """Sum the queries of a chunk, loaded before, for the keys up to chunk `below`. They see the key of its reference,
-    so no exponential exceeds 1, and the sums are finite unless a query is not. DOCUMENTS: only those that see it.
+def _far_sums(g, c, log_den, of_queries, below, top_ptr, far_ptr, DOCUMENTS: tl.constexpr):
+    """Sum the queries of a chunk, loaded before, for the keys up to a chunk with the reference `below`. They see the
+    key of this reference, so no exponential exceeds 1, and the sums are finite unless a query is not. DOCUMENTS: only
+    those that see it.
     """
-    shift = (tl.load(r_ptr + below * 3 * D, exists & (below >= 0), EMPTY) - of_queries) * LOG2E
+    shift = (below - of_queries) * LOG2E
     x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
     if DOCUMENTS:
         seen = (tl.load(far_ptr) >= 0.0)[:, None]
@@ -525,7 +648,8 @@ def sweep_backward_kernel(
     CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and not CARRY)
     MASK: tl.constexpr = not GLOBAL or DOCUMENTS
     ONE_CENTER: tl.constexpr = CARRY and not DOCUMENTS  # a segment has one since the forward pass
-    b, s, head, features, exists, keys = _program(S, HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD, 4)
+    FACTOR: tl.constexpr = 1 if ONE_CENTER and v_ptr.dtype.element_ty == tl.float32 else 2
+    b, s, head, feature, features, exists = _program(S, HEADS, BLOCKS, HEAD, BD)
     if TOTALS:
         s += 1
     row = b * T * D
@@ -533,14 +657,14 @@ def sweep_backward_kernel(
     dk_ptr, dv_ptr, r_ptr = dk_ptr + row, dv_ptr + row, r_ptr + b * N * 3 * D
     if GATED:
         q_ptr, dq_ptr = q_ptr + b * qb, dq_ptr + row
-    tiles, i = (b * rows * HEADS + head) * NT, tl.max_contiguous(tl.arange(0, C), 4)
-    if KEY_PER_HEAD:  # a column, which is loaded once for all features
-        keys = tl.zeros((1,), tl.int32) + head
+    tiles, i = (b * rows * HEADS + head) * NT, tl.arange(0, C)
     # Sums over later queries of g / denominator (X), times the average relative to `center` (Z); relative to
     # exp2(R) / exp(reference)
     R, X, Z = tl.zeros((BD,), tl.float32) + EMPTY, tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     first_chunk, end, length = s * each, tl.minimum(s * each + each, N), 0.0
+    last_tile = tl.where(NT < N, NT - 1 - NEAR, N)
     reference = tl.load(r_ptr + (end - 1) * 3 * D + features, exists, 0.0)
+    below = tl.load(r_ptr + (end - 2) * 3 * D + features, exists & (end > 1), EMPTY)
     center = tl.load(r_ptr + (end - 1) * 3 * D + D + features, exists, 0.0)
     if SEGMENTS and not TOTALS:
         for passed in range(S - 1 - s):
@@ -556,19 +680,21 @@ def sweep_backward_kernel(
             X, Z = X * tl.exp2(R), Z * tl.exp2(R)
     if CARRY:  # the queries of the chunk after the segment
         g, c, log_den, of_next = _queries(
-            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, features, exists, center, GATED, MASK, False,
-            C)  # fmt: skip
+            g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, end, T, D, gt, qt, feature, features, exists, center, GATED,
+            MASK, False, HEAD, FACTOR, C, BD)  # fmt: skip
+        g, c = tl.where(end < N, g, 0.0), tl.where(end < N, c, 0.0)  # a copy of the last query may be NaN
         x_next = tl.exp2(-log_den) * g
-        center_next, flag_next = center, tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
-        of_tile = (tiles + tl.minimum(end, NT - 1)) * C + i
+        center_next = center
+        flag_next = tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
+        of_tile = (tiles + tl.minimum(end, NT - 1)) * C + _order(FACTOR, C)
         far_x, far_xc = _far_sums(
-            g, c, log_den, of_next, r_ptr + features, end - 2, top_ptr + of_tile, far_ptr + of_tile, D, exists,
-            DOCUMENTS)  # fmt: skip
-        x_next, xc_next = _once(x_next), _once(x_next * c)
+            g, c, log_den, of_next, below, top_ptr + of_tile, far_ptr + of_tile, DOCUMENTS)  # fmt: skip
+        a = _matrix(b_ptr, tiles + tl.minimum(end - 1, last_tile), 1, end < N, FACTOR, NEAR, C)
+        later, later_c = _dot(a, x_next, PRECISION), _dot(a, x_next * c, PRECISION)
     for back in range(0, end - first_chunk):
         n = end - 1 - back
         u = n * C + i
-        below = tl.load(r_ptr + (n - 1) * 3 * D + features, exists & (n > 0), EMPTY)
+        lower = tl.load(r_ptr + (n - 2) * 3 * D + features, exists & (n > 1), EMPTY)
         if not ONE_CENTER:
             old_center, center = center, tl.load(r_ptr + n * 3 * D + D + features, exists, 0.0)
             Z += (old_center - center) * X
@@ -578,45 +704,41 @@ def sweep_backward_kernel(
         if DOCUMENTS:
             begin = tl.load(first_ptr + b * T + tl.minimum(n * C + C, T) - 1).to(tl.int32)
         if not TOTALS:
-            inside, at = (u < T)[:, None] & exists[None, :], u[:, None] * D + features[None, :]
-            tile = tl.where(NT < N, tl.minimum(n, NT - 1 - NEAR), n)
-            b_at = b_ptr + ((tiles + tile) * C + i[:, None]) * ((NEAR + 1) * C) + i[None, :]
-            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
-            if CARRY and DOCUMENTS:  # later queries see the last document of the chunk
-                seen = (u >= begin)[:, None]
-                of_num, of_den = tl.where(seen, X[None, :], 0.0), tl.where(seen, Z[None, :], 0.0)
-            elif not CHECK:
-                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
-            if CARRY:  # the queries of the chunk after this one, whose factors were computed with it
-                a, fade = tl.load(b_at + C, n + 1 < N, 0.0), tl.exp2(_shift(reference, of_next))
-                later = _dot(a, x_next, PRECISION)
-                if not ONE_CENTER:
-                    of_den += later * (fade * (center_next - center))[None, :]
-                of_num += later * fade[None, :]
-                of_den += _dot(a, xc_next, PRECISION) * fade[None, :]
+            tile = tiles + tl.minimum(n, last_tile)
             g, c, log_den, _ = _queries(
-                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, features, exists, center, GATED, MASK,
-                True, C)  # fmt: skip
+                g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, dq_ptr, n, T, D, gt, qt, feature, features, exists, center,
+                GATED, MASK, True, HEAD, FACTOR, C, BD)  # fmt: skip
             lowest, bad = tl.zeros((BD,), tl.float32), features < 0
             if CHECK:
                 rho = _largest(-log_den + (g + c) * 0.0)
                 lowest = tl.maximum(rho, EMPTY)
             else:
-                bad = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0) > 0.0
-            x = tl.exp2(-log_den - lowest[None, :]) * g
+                flag = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0)
+                bad = flag > 0.0
+            x = tl.exp2((-log_den - lowest[None, :]) if CHECK else -log_den) * g
             if CARRY:
-                of_tile = (tiles + tl.minimum(n, NT - 1)) * C + i
+                of_tile = (tiles + tl.minimum(n, NT - 1)) * C + _order(FACTOR, C)
                 far_own, far_own_c = _far_sums(
-                    g, c, log_den, reference, r_ptr + features, n - 2, top_ptr + of_tile, far_ptr + of_tile, D, exists,
-                    DOCUMENTS)  # fmt: skip
+                    g, c, log_den, reference, lower, top_ptr + of_tile, far_ptr + of_tile, DOCUMENTS)  # fmt: skip
                 bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # a query that is not finite
-            x, xc = _once(x), _once(x * c)
-            a = tl.load(b_at)
+            of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
+            if CARRY:  # the queries of the chunk after this one, whose products were computed with it
+                fade = tl.exp2(_shift(reference, of_next))
+                of_num, of_den = later * fade[None, :], later_c * fade[None, :]
+                if not ONE_CENTER:
+                    of_den += later * (fade * (center_next - center))[None, :]
+            if CARRY and DOCUMENTS:  # later queries see the last document of the chunk
+                seen = (u >= begin)[:, None]
+                of_num += tl.where(seen, X[None, :], 0.0)
+                of_den += tl.where(seen, Z[None, :], 0.0)
+            elif not CHECK:
+                of_num, of_den = of_num + X[None, :], of_den + Z[None, :]
+            xc = x * c
+            a = _matrix(b_ptr, tile, 0, None, FACTOR, NEAR, C)
             of_num, of_den = of_num + _dot(a, x, PRECISION), of_den + _dot(a, xc, PRECISION)
-            tl.debug_barrier()  # otherwise keys and values are loaded before the products, and registers spill
             k, v = _keys(
-                k_ptr, v_ptr, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS), center,
-                DOCUMENTS)  # fmt: skip
+                k_ptr, v_ptr, n * C, T, kt, vt, feature, _starts(first_ptr, b, u, T, DOCUMENTS), center, RESULT,
+                KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
             k = (k - reference[None, :]) * LOG2E
             top0, num0, den0 = R, X, Z
             if CHECK:
@@ -629,11 +751,11 @@ def sweep_backward_kernel(
                     of_num += tl.where(seen, e * X[None, :], 0.0)
                     of_den += tl.where(seen, e * Z[None, :], 0.0)
             if not CARRY:
-                for j in tl.range(1, NEAR + 1):
+                for j in tl.range(1, tl.minimum(NEAR, N - 1 - n) + 1):
                     g, c, log_den, of_queries = _queries(
-                        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n + j, T, D, gt, qt, features, exists, center, GATED,
-                        CHECK, False, C)  # fmt: skip
-                    a = tl.load(b_at + j * C, n + j < N, 0.0)
+                        g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n + j, T, D, gt, qt, feature, features, exists,
+                        center, GATED, CHECK, False, HEAD, FACTOR, C, BD)  # fmt: skip
+                    a = _matrix(b_ptr, tile, j, None, FACTOR, NEAR, C)
                     shift = (reference - of_queries) * LOG2E
                     if CHECK:
                         rho = _largest(-log_den + (g + c) * 0.0)
@@ -646,23 +768,23 @@ def sweep_backward_kernel(
                         y = tl.exp2(shift[None, :] - log_den) * g
                         of_num += _dot(a, y, PRECISION)
                         of_den += _dot(a, y * c, PRECISION)
-                        there = exists & (n + j < N)
-                        bad |= tl.load(r_ptr + (n + j) * 3 * D + 2 * D + features, there, 0.0) > 0.0
+                        bad |= tl.load(r_ptr + (n + j) * 3 * D + 2 * D + features, exists, 0.0) > 0.0
             if not CHECK:
                 e = tl.exp2(k)
                 of_num, of_den = of_num * e, of_den * e
             if not CHECK and (DOCUMENTS or not CARRY):
                 bad |= tl.max(((of_num + of_den) * 0.0 != 0.0).to(tl.int32), 0) > 0
-            tl.store(dv_ptr + at, of_num.to(dv_ptr.dtype.element_ty), inside)
-            tl.store(dk_ptr + at, (v * of_num - of_den).to(dk_ptr.dtype.element_ty), inside)
+            _store(dv_ptr, of_num, n * C, T, D, feature, HEAD, RESULT, C, BD)
+            _store(dk_ptr, v * of_num - of_den, n * C, T, D, feature, HEAD, RESULT, C, BD)
             tl.store(flag_ptr + (b * N + n) * D + features, bad.to(tl.int8), exists)
-            state_at, bad = state_ptr + (b * N + n) * 4 * D + features, bad & exists
-            if CHECK:
-                tl.store(state_at, top0, bad)
-            elif DOCUMENTS:
-                tl.store(state_at, tl.zeros((BD,), tl.float32), bad)
-            tl.store(state_at + D, num0, bad)
-            tl.store(state_at + 2 * D, den0, bad)
+            if tl.max((bad & exists).to(tl.int32)) > 0:
+                state_at = state_ptr + (b * N + n) * 4 * D + features
+                if CHECK:
+                    tl.store(state_at, top0, exists)
+                elif DOCUMENTS:
+                    tl.store(state_at, tl.zeros((BD,), tl.float32), exists)
+                tl.store(state_at + D, num0, exists)
+                tl.store(state_at + 2 * D, den0, exists)
         if DOCUMENTS:  # the keys of another document see none of these queries
             same = begin < n * C
             R, X, Z = tl.where(same, R, EMPTY), tl.where(same, X, 0.0), tl.where(same, Z, 0.0)
@@ -676,16 +798,19 @@ def sweep_backward_kernel(
         if CARRY:
             X, Z = X + far_x, Z + far_xc
             far_x, far_xc = far_own, far_own_c
-        elif GLOBAL:
-            R, X, Z = _far_queries(
-                R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
-                n + NEAR, T, D, gt, qt, features, exists, below, center, GATED, CHECK, C)  # fmt: skip
+        elif GLOBAL:  # noqa: SIM102
+            if n + NEAR < N:
+                R, X, Z = _far_queries(
+                    R, X, Z, g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, top_ptr, far_ptr, tiles + tl.minimum(n + NEAR, NT - 1),
+                    n + NEAR, T, D, gt, qt, feature, features, exists, below, center, GATED, CHECK, HEAD, FACTOR, C,
+                    BD)  # fmt: skip
         if CARRY:
-            x_next, xc_next, of_next = x, xc, reference
+            a = _matrix(b_ptr, tiles + tl.maximum(tl.minimum(n - 1, last_tile), 0), 1, None, FACTOR, NEAR, C)
+            later, later_c, of_next = _dot(a, x, PRECISION), _dot(a, xc, PRECISION), reference
             if not ONE_CENTER:
                 center_next = center
-            flag_next = tl.load(r_ptr + n * 3 * D + 2 * D + features, exists, 0.0)
-        reference = below
+            flag_next = flag
+        reference, below = below, lower
     if TOTALS:
         sums_at = sums_ptr + (b * (S + 1) + s) * 6 * D
         _store_sums(sums_at, features, D, exists, R, reference, X, Z, length)
@@ -700,7 +825,7 @@ def repair_backward_kernel(
     GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the flagged features of `each` chunks of keys query by query."""
-    b, group, head, features, exists, keys = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD, KEY_PER_HEAD)
+    b, group, head, feature, features, exists = _program(tl.cdiv(N, each), HEADS, BLOCKS, HEAD, BD)
     begin, end = group * each, tl.minimum(group * each + each, N)
     end = tl.where(_flagged(flag_ptr + b * N * D, begin, end, D, features, exists), end, begin)
     w_ptr, r_ptr = w_ptr + b * w_row + head * w_head, r_ptr + b * N * 3 * D
@@ -712,8 +837,8 @@ def repair_backward_kernel(
             reference = tl.load(r_ptr + n * 3 * D + features, bad, 0.0)
             center = tl.load(r_ptr + n * 3 * D + D + features, bad, 0.0)
             k, v = _keys(
-                k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, bad,
-                _starts(first_ptr, b, u, T, DOCUMENTS), center, DOCUMENTS)  # fmt: skip
+                k_ptr + b * kb, v_ptr + b * vb, n * C, T, kt, vt, feature, _starts(first_ptr, b, u, T, DOCUMENTS),
+                center, RESULT, KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
             of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
             if GLOBAL:
                 state_at = state_ptr + (b * N + n) * 4 * D + features
@@ -752,27 +877,27 @@ def repair_backward_kernel(
 
 @triton.jit
 def _window_gradient(
-    total, careful, w, b, n, t, u, head, own, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D,
+    total, careful, w, b, n, u, head, block, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D,
     gb, gt, qb, qt, kb, kt, vb, vt, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, CHECK: tl.constexpr,
     DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    BD: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Add some features of a row to a tile of the gradient of w: their products, which exp(w) multiplies later, or,
     CAREFUL, key by key those whose products may overflow, which are counted otherwise.
     """
-    features, exists, row = head * HEAD + own, (own < HEAD) & (b < B), b * T * D
-    keys = features
-    if KEY_PER_HEAD:
-        keys = features * 0 + head
+    own, feature = block * BD + tl.arange(0, BD), head * HEAD + block * BD
+    features, exists, b = head * HEAD + own, (own < HEAD) & (b < B), tl.minimum(b, B - 1)
+    row = b * T * D
     center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
     if GATED:
         q_ptr += b * qb
     g, c, log_den, reference = _queries(
-        g_ptr + b * gb, q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None, n, T, D, gt, qt, features,
-        exists, center, GATED, True, False, C)  # fmt: skip
+        g_ptr + b * gb, q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None, n, T, D, gt, qt, feature,
+        features, exists, center, GATED, True, False, HEAD, MEMORY, C, BD)  # fmt: skip
+    start = _starts(first_ptr, b, u + tl.arange(0, WIDE), T, DOCUMENTS)
     k, v = _keys(
-        k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, keys, features, exists, _starts(first_ptr, b, u, T, DOCUMENTS),
-        center, DOCUMENTS)  # fmt: skip
+        k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, feature, start, center, MEMORY, KEY_PER_HEAD, HEAD, DOCUMENTS,
+        WIDE, BD)  # fmt: skip
     k, lowest = (k - reference[None, :]) * LOG2E, tl.zeros_like(reference)
     if CHECK:
         rho = _largest(-log_den + (g + c) * 0.0)
@@ -780,6 +905,7 @@ def _window_gradient(
         good = highest + rho <= SAFE * LOG2E
     else:  # the forward pass has flagged features whose products overflow for gradients up to 1e12
         good = tl.load(r_ptr + (b * N + n) * 3 * D + 2 * D + features, exists, 0.0) == 0.0
+    good &= exists
     if CAREFUL:
         for s in range(WIDE):
             this = tl.arange(0, WIDE) == s
@@ -823,9 +949,9 @@ def window_gradient_kernel(
     total, careful = tl.zeros((C, WIDE), tl.float32), 0
     for step in range(each * BLOCKS):
         total, careful = _window_gradient(
-            total, careful, None, part * each + step // BLOCKS, n, t, u, head, step % BLOCKS * BD + tl.arange(0, BD),
+            total, careful, None, part * each + step // BLOCKS, n, (n - NEAR) * C + j * WIDE, head, step % BLOCKS,
             g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt,
-            HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, False)  # fmt: skip
+            HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, BD, False)  # fmt: skip
     # Where rows have a w of their own, `each` is 1
     b = part * each
     start = _starts(first_ptr, b, t, T, DOCUMENTS)
@@ -837,9 +963,9 @@ def window_gradient_kernel(
     if careful > 0:
         for step in range(each * BLOCKS):
             total, careful = _window_gradient(
-                total, careful, w, part * each + step // BLOCKS, n, t, u, head, step % BLOCKS * BD + tl.arange(0, BD),
+                total, careful, w, part * each + step // BLOCKS, n, (n - NEAR) * C + j * WIDE, head, step % BLOCKS,
                 g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt,
-                HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, True)  # fmt: skip
+                HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, BD, True)  # fmt: skip
     lag = t[:, None] - u[None, :]
     to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
     tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :])
