@@ -59,6 +59,12 @@ RESULT, MEMORY = tl.constexpr(0), tl.constexpr(-1)
 
 
 @triton.jit
+def _clamped(u, T):
+    """Return u, or for a token that does not exist the first or the last one."""
+    return tl.maximum(tl.minimum(u, T - 1), 0)
+
+
+@triton.jit
 def _tokens(t, C: tl.constexpr):
     """C tokens from t on as a warp loads those of a factor: (2, C / 16, 2, 1, 4, 1)."""
     u = t + tl.arange(0, 2)[:, None, None, None, None, None] + 2 * tl.arange(0, 4)[None, None, None, None, :, None]
@@ -89,7 +95,7 @@ def _place(t, T, step, feature, HEAD: tl.constexpr, FORM: tl.constexpr, C: tl.co
         u, j = t + tl.arange(0, C)[:, None], tl.arange(0, BD)[None, :]
         if FORM == 0:
             j = tl.max_contiguous(j, (1, BD // 4))
-    inside, u = u < T, tl.maximum(tl.minimum(u, T - 1), 0)
+    inside, u = u < T, _clamped(u, T)
     if HEAD % BD != 0:
         inside, j = inside & (feature % HEAD + j < HEAD), tl.minimum(j, HEAD - 1 - feature % HEAD)
     return u * step + (feature + j), inside
@@ -132,8 +138,8 @@ def _store(ptr, x, t, T, step, feature, HEAD: tl.constexpr, FORM: tl.constexpr, 
 
 @triton.jit
 def _matrix(ptr, tile, j, there, FORM: tl.constexpr, NEAR: tl.constexpr, C: tl.constexpr):
-    """Load matrix j of a tile, (C, C), which multiplies a factor; 0 if it is not there (None: it is). `_store_matrix`
-    stored it in the order in which the lanes of a warp hold it.
+    """Load matrix j of a tile, (C, C), which multiplies a factor, or 0 unless `there` (None: always load it).
+    `_store_matrix` stored it in the order in which the lanes of a warp hold it.
     """
     at = ptr + (tile * (NEAR + 1) + j) * (C * C) + tl.arange(0, C * C)
     x = tl.reshape(tl.load(at, there, None if there is None else 0.0), (C // 16, C // 16, 2, 8, 4, 2, 2))
@@ -155,10 +161,10 @@ def _load_keys(k_ptr, t, T, kt, feature, FORM: tl.constexpr, KEY_PER_HEAD: tl.co
     """Load keys, (C, BD), or a result of (C, 1) if the features share a key."""
     if KEY_PER_HEAD and FORM > 0:  # each lane loads what it needs
         u = _tokens(t, C) + 0 * tl.arange(0, 8)[None, None, None, :, None, None]
-        k = tl.load(k_ptr + (tl.maximum(tl.minimum(u, T - 1), 0) * kt + feature // HEAD))
+        k = tl.load(k_ptr + (_clamped(u, T) * kt + feature // HEAD))
         return _block(tl.broadcast_to(k, (2, C // 16, 2, 8, 4, BD // 8)), FORM, C, BD)
     elif KEY_PER_HEAD:
-        u = tl.maximum(tl.minimum(t + tl.arange(0, C), T - 1), 0)[:, None]
+        u = _clamped(t + tl.arange(0, C), T)[:, None]
         if FORM < 0:  # a column would take more registers here
             u += 0 * tl.arange(0, BD)[None, :]
         return tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32)
