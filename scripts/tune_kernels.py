@@ -39,7 +39,10 @@ TILES = grid_of(BM=(64, 128), BN=(64, 128), BK=(32,), num_warps=(4, 8), num_stag
 KERNELS: dict[str, tuple[list[Candidate], str]] = {
     "sweep_kernel": (SWEEPS, "window"),
     "sweep_backward_kernel": (SWEEPS, "window"),
-    "window_gradient_kernel": (grid_of(BD=(16, 32, 64), num_warps=(4, 8)), "window"),
+    "window_gradient_kernel": (
+        grid_of(BD=(16,), TWO=(True, False), num_warps=(1, 2), num_stages=(1,), maxnreg=(None, 128, 184)),
+        "window",
+    ),
     "product": (TILES, "grid"),
     "weight_gradient_kernel": (grid_of(BM=(32, 64), BK=(16, 32), num_warps=(4, 8), num_stages=(2, 3)), "grid"),
     "walk_kernel": (WALKS, "no window"),

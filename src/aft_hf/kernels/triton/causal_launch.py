@@ -63,7 +63,7 @@ def walk(query, key, value, slopes, first, kept, state=None):  # type: ignore[no
     """
     query, key, value = _dense(query), _dense(key), _dense(value)
     batch, length, width = value.shape
-    chosen = options("walk_kernel", value, first)
+    chosen = options("walk_kernel", value, "" if first is None else "documents")
     count, size = segments(value, chosen["BD"], chosen["num_warps"])
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     before = (None,) * 3 if state is None else [x.clone() for x in state]
@@ -87,7 +87,7 @@ def walk_backward(gradient, query, key, value, slopes, first, kept):  # type: ig
     """Compute the gradients of query, key and value of `walk`."""
     gradient, query, key, value = _dense(gradient), _dense(query), _dense(key), _dense(value)
     batch, length, width = value.shape
-    chosen = options("walk_backward_kernel", value, first)
+    chosen = options("walk_backward_kernel", value, "" if first is None else "documents")
     count, size = segments(value, chosen["BD"], chosen["num_warps"])
     shared = key.shape[2] != width
     grad_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=value.device)
@@ -157,11 +157,13 @@ class Sweep:
 
     def __init__(self, query, key, value, window: Window, first, *, backward: bool, initial: bool = False):  # type: ignore[no-untyped-def]
         self.batch, self.length, self.width = value.shape
-        alone = not window.global_connectivity
-        self.forward = options("sweep_kernel", value, first, alone)
-        self.chosen = options("sweep_backward_kernel", value, first, alone) if backward else self.forward
         self.chunks, head = -(-self.length // CHUNK), self.width // window.heads
         self.near = min(-(-(window.size - 1) // CHUNK), self.chunks - 1)
+        self.case = "documents" if first is not None else "wide" if self.near > 1 else ""
+        if not window.global_connectivity:
+            self.case = "window alone"
+        self.forward = options("sweep_kernel", value, self.case)
+        self.chosen = options("sweep_backward_kernel", value, self.case) if backward else self.forward
         self.rows = int(first is not None or window.w_row > 0)
         same = window.positions == 1 and first is None
         # All chunks that do not begin near the first token have the same tiles, if w does not depend on the position
@@ -177,7 +179,7 @@ class Sweep:
         }
         self.common = shape | {"DOCUMENTS": first is not None, "BLOCKS": self.blocks, "HEAD": head}
         self.common |= {"KEY_PER_HEAD": key.shape[2] != self.width, "GATED": query is not None}
-        self.repair = self.common | {"BD": self.chosen["BD"]} | options("repair_kernel", value, first)
+        self.repair = self.common | {"BD": self.chosen["BD"]} | options("repair_kernel", value)
         self.programs = self.batch * window.heads * self.blocks
         # Chunks per program of the repair kernels: most programs find no flag
         self.each = min(GROUP.value, max(1, self.programs * self.chunks // ENOUGH_REPAIRS))
@@ -241,7 +243,7 @@ def sums_of_segments(key, value, first, sums, count, size, shift):  # type: igno
     """Compute the sums of the first `count` segments of `size` tokens, which begin `shift` tokens earlier, in memory
     for one segment more.
     """
-    (batch, length, width), chosen = value.shape, options("walk_kernel", value, first)
+    (batch, length, width), chosen = value.shape, options("walk_kernel", value, "" if first is None else "documents")
     nothing = (None,) * 3
     constants: dict[str, Any] = {"ALIBI": False, "KEY_PER_HEAD": key.shape[2] != width, "C": CHUNK, **chosen}
     constants |= {"DOCUMENTS": first is not None, "SEGMENTS": True, "INITIAL": False, "GATED": False, "KEEP": False}
@@ -282,15 +284,17 @@ def sweep_backward(gradient, query, key, value, window, first, kept, bias_needed
 
 def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, strides: Any) -> torch.Tensor:
     """Compute parts of the gradient of w by row, query, head and lag."""
-    chosen = options("window_gradient_kernel", tensors[3])
+    chosen = options("window_gradient_kernel", tensors[3], at.case)
     head = at.width // window.heads
-    blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near // 2 + 1)
+    chosen["TWO"] &= at.near > 0
+    blocks = -(-head // chosen["BD"])
+    tiles = window.heads * at.chunks * (at.near // 2 + 1 if chosen["TWO"] else at.near + 1)
     each = 1 if at.rows else -(-at.batch // min(at.batch, max(1, ENOUGH_PROGRAMS // tiles)))
     parts = -(-at.batch // each)
     grad_window = torch.zeros((parts, at.length, window.heads, window.size), dtype=torch.float32, device=at.device)
     constants = at.common | chosen | {"BLOCKS": blocks}
     sizes = at.batch, at.length, at.chunks, at.tiles_per_row, at.width, each, *window.numbers, at.rows
-    given = *tensors, window.tensor, at.tiles.top, first, grad_window
+    given = *tensors, window.tensor, at.tiles.of_queries, at.tiles.top, first, grad_window
     to = grad_window.stride()[:3]
     window_gradient_kernel[(tiles * parts,)](*given, *sizes, *to, *strides, **constants)
     return grad_window

@@ -2,8 +2,8 @@
 
 An entry is found by the name of a kernel and the dtype of the values; one that also names a compute capability holds
 for GPUs of that capability. float16 has the entries of float32 where it has none of its own. An entry "... documents"
-has the options that differ for packed documents or padding, and "... window alone" those that differ without global
-connectivity.
+has the options that differ for packed documents or padding, "... window alone" those without global connectivity, and
+"... wide" those for windows of more than 33 keys.
 `scripts/tune_kernels.py` measures candidates for bfloat16 and float32, and prints the best.
 """
 
@@ -40,12 +40,18 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     # One warp, which holds all factors of its products, so nothing passes through shared memory. With 8 features
     # instead of 16, a program takes fewer registers, and more instructions for each feature.
     "sweep_kernel": {
-        "bfloat16": {"BD": 16, "num_warps": 1, "num_stages": 1, "PRECISION": "tf32"},
-        "bfloat16 window alone": {"BD": 8},  # with 16, it spills registers on sm_89
+        "bfloat16": {"BD": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 128, "PRECISION": "tf32"},
+        # With fewer registers, some variants spill
+        "bfloat16 sm_89": {"BD": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 136, "PRECISION": "tf32"},
+        "bfloat16 sm_100": {"BD": 16, "num_warps": 1, "num_stages": 1, "PRECISION": "tf32"},
+        "bfloat16 documents": {"maxnreg": 184},
+        "bfloat16 sm_100 documents": {"maxnreg": 200},
+        "bfloat16 wide": {"maxnreg": 168},
+        "bfloat16 window alone": {"BD": 8},
         "bfloat16 sm_75": {"BD": 16, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32"},
-        # Without a maximum of registers, or with 200 for documents, it spills some
-        "float32": {"BD": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 200, "PRECISION": "tf32x3"},
+        "float32": {"BD": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 128, "PRECISION": "tf32x3"},
         "float32 documents": {"maxnreg": None},
+        "float32 wide": {"maxnreg": 200},
         "float32 window alone": {"BD": 16, "num_warps": 2, "maxnreg": 240},
         "float32 sm_100 window alone": {"num_warps": 2, "maxnreg": None},
         "float32 sm_75": {"BD": 16, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
@@ -57,6 +63,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         # With other maxima of registers, some variants spill
         "float32 documents": {"maxnreg": 248},
         "float32 window alone": {"maxnreg": 248},
+        "float16": {"BD": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 168, "PRECISION": "tf32x3"},
+        "float16 wide": {"maxnreg": None},
         "float32 sm_75": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
     },
     # These kernels, which sum key by key, have BD of the sweeps. Without a maximum, the compiler allows them 96
@@ -70,11 +78,18 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "bfloat16": {"BD": 32, "BW": 32, "num_warps": 1},
         "float32": {"BD": 32, "BW": 32, "num_warps": 1},
     },
+    # TWO: a program loads queries for two chunks of keys, not for each. With fewer registers, some variants spill.
     "window_gradient_kernel": {
-        "bfloat16": {"BD": 32, "num_warps": 4, "PRECISION": "tf32"},
-        # With 2 stages, it spills registers
-        "bfloat16 sm_80": {"BD": 32, "num_warps": 4, "num_stages": 1, "PRECISION": "tf32"},
-        "float32": {"BD": 16, "num_warps": 4, "PRECISION": "tf32x3"},
+        "bfloat16": {"BD": 16, "TWO": True, "num_warps": 1, "num_stages": 1, "maxnreg": 184, "PRECISION": "tf32"},
+        "bfloat16 documents": {"maxnreg": None},
+        "bfloat16 wide": {"maxnreg": 200},
+        "bfloat16 window alone": {"maxnreg": None},
+        "bfloat16 sm_75": {"BD": 16, "TWO": True, "num_warps": 4, "PRECISION": "tf32"},
+        "float32": {"BD": 16, "TWO": True, "num_warps": 2, "num_stages": 1, "maxnreg": 200, "PRECISION": "tf32x3"},
+        "float32 documents": {"maxnreg": None},
+        "float32 window alone": {"maxnreg": None},
+        "float32 sm_75": {"BD": 16, "TWO": True, "num_warps": 4, "PRECISION": "tf32x3"},
+        "float16": {"BD": 16, "TWO": False, "num_warps": 1, "num_stages": 1, "PRECISION": "tf32x3"},
     },
     # w of a window from its factors, and their gradients. BF: features of the factors at once
     "band": {
@@ -122,14 +137,12 @@ def named(capability: int) -> str:
     return f"sm_{100 if capability // 10 == 10 else 89 if capability == 86 else capability}"
 
 
-def options(kernel: str, x: torch.Tensor, first: Any = None, window_alone: bool = False) -> dict[str, Any]:
-    """Return the options of a kernel for the dtype and the device of a tensor, the `first` of documents, and a window
-    without global connectivity.
-    """
+def options(kernel: str, x: torch.Tensor, case: str = "") -> dict[str, Any]:
+    """Return the options of a kernel for the dtype and the device of a tensor, and a case (see above)."""
     entries, own = OPTIONS[kernel], str(x.dtype).removeprefix("torch.")
     found: dict[str, Any] = {}
     dtype = "float32" if own == "float16" else own
-    for case in ("", " window alone" if window_alone else "" if first is None else " documents"):
-        names = (f"{own} {card(x)}{case}", f"{dtype} {card(x)}{case}", dtype + case)
+    for suffix in ("", f" {case}"):
+        names = (f"{own} {card(x)}{suffix}", f"{dtype} {card(x)}{suffix}", own + suffix, dtype + suffix)
         found |= next((entries[name] for name in names if name in entries), {})
     return found

@@ -156,17 +156,63 @@ def _store_matrix(ptr, tile, j, x, there, NEAR: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _of_features(ptr, feature, HEAD: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Load a number for each feature from `feature` on, as a result with the same rows, (C, BD)."""
+    j = BD // 4 * tl.arange(0, 4)[:, None] + tl.arange(0, BD // 4)[None, :]
+    if HEAD % BD != 0:
+        j = tl.minimum(j, HEAD - 1 - feature % HEAD)
+    x = tl.load(ptr + feature + (j[None, :, :] + 0 * tl.arange(0, 8)[:, None, None]))
+    x = tl.permute(tl.reshape(x, (8, 4, 2, BD // 8)), (0, 3, 1, 2))
+    x = tl.broadcast_to(tl.reshape(x, (1, 8, BD)), (C // 8, 8, BD))
+    return tl.reshape(x, (C, BD))
+
+
+@triton.jit
+def _transposed(x, C: tl.constexpr, BD: tl.constexpr):
+    """Return the transpose of a result, (BD, C), as a second factor; `tl.trans` would pass through shared memory."""
+    return tl.reshape(tl.permute(tl.reshape(x, (C // 8, 8, BD)), (2, 0, 1)), (BD, C))
+
+
+@triton.jit
+def _rows(x, C: tl.constexpr, BD: tl.constexpr):
+    """Return numbers of the rows of a result, which each of 4 lanes loads, (C / 8, 8, 4), as a result, (C, BD)."""
+    x = tl.reshape(tl.broadcast_to(x[:, :, :, None], (C // 8, 8, 4, BD // 4)), (C // 8, 8, 4, BD // 8, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (C, BD))
+
+
+@triton.jit
+def _rank(i, C: tl.constexpr):
+    """The place at which numbers of the queries of a tile are stored: those that a lane needs are neighbors."""
+    return i % 8 * (C // 8) + i // 8
+
+
+@triton.jit
+def _of_queries(ptr, tile, FORM: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Load a number for each query of a tile, (C, BD)."""
+    ptr, lane, column = ptr + tile * C, tl.arange(0, 4), tl.arange(0, 8)[:, None]
+    if FORM > 0:  # (2, C / 8, 8, 4)
+        u = C // 8 * (tl.arange(0, 2)[:, None, None, None] + 2 * lane[None, None, None, :]) + 0 * column[None, None]
+        x = tl.load(ptr + (u + tl.arange(0, C // 8)[None, :, None, None]))
+        x = tl.reshape(x, (2, C // 16, 2, 8, 4, 1))
+        return _block(tl.broadcast_to(x, (2, C // 16, 2, 8, 4, BD // 8)), FORM, C, BD)
+    x = tl.load(ptr + ((C // 8 * column + 0 * lane[None, :])[:, :, None] + tl.arange(0, C // 8)[None, None, :]))
+    return _rows(tl.permute(x, (2, 0, 1)), C, BD)
+
+
+@triton.jit
 def _load_keys(k_ptr, t, T, kt, feature, FORM: tl.constexpr, KEY_PER_HEAD: tl.constexpr, HEAD: tl.constexpr,
                C: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Load keys, (C, BD), or a result of (C, 1) if the features share a key."""
+    """Load keys, (C, BD)."""
     if KEY_PER_HEAD and FORM > 0:  # each lane loads what it needs
         u = _tokens(t, C) + 0 * tl.arange(0, 8)[None, None, None, :, None, None]
         k = tl.load(k_ptr + (_clamped(u, T) * kt + feature // HEAD))
         return _block(tl.broadcast_to(k, (2, C // 16, 2, 8, 4, BD // 8)), FORM, C, BD)
     elif KEY_PER_HEAD:
-        u = _clamped(t + tl.arange(0, C), T)[:, None]
-        if FORM < 0:  # a column would take more registers here
-            u += 0 * tl.arange(0, BD)[None, :]
+        if FORM == RESULT:
+            u = t + (8 * tl.arange(0, C // 8)[:, None] + tl.arange(0, 8)[None, :])
+            u = _clamped(u, T)[:, :, None] + 0 * tl.arange(0, 4)[None, None, :]
+            return _rows(tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32), C, BD)
+        u = _clamped(t + tl.arange(0, C), T)[:, None] + 0 * tl.arange(0, BD)[None, :]
         return tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32)
     else:
         return _load(k_ptr, t, T, kt, feature, HEAD, FORM, C, BD)
@@ -182,7 +228,7 @@ def _keys(k_ptr, v_ptr, t, T, kt, vt, feature, start, center, FORM: tl.constexpr
     v = _load(v_ptr, t, T, vt, feature, HEAD, FORM, C, BD)
     if DOCUMENTS:
         k = tl.where((start > t + tl.arange(0, C))[:, None], -float("inf"), k)
-    return k, tl.where(k > -float("inf"), v - center[None, :], 0.0)
+    return k, tl.where(k > -float("inf"), v - center, 0.0)
 
 
 @triton.jit
@@ -228,6 +274,14 @@ def _lost(num, den, hidden):
     return tl.min(right.to(tl.int32), 0) == 0
 
 
+@triton.jit
+def _flag(flag_ptr, r_ptr, chunk, D, bad, features, exists, KEEP: tl.constexpr):
+    """Store which features of a chunk need care."""
+    tl.store(flag_ptr + chunk * D + features, bad.to(tl.int8), exists)
+    if KEEP:
+        tl.store(r_ptr + (chunk * 3 + 2) * D + features, bad.to(tl.float32), exists)
+
+
 @kernel
 def tiles_kernel(
     w_ptr, first_ptr, a_ptr, b_ptr, top_ptr, far_ptr, spread_ptr,
@@ -255,8 +309,8 @@ def tiles_kernel(
         w = _biases(w_ptr, t[:, None], u[None, :], start[:, None], positions, past, size, w_position, w_base, GLOBAL)
         top = tl.maximum(top, tl.max(w, 1))
         low = tl.minimum(low, tl.min(tl.where(w > -float("inf"), w, -EMPTY), 1))
-    tl.store(top_ptr + pid.to(tl.int64) * C + i, top)
-    tl.store(far_ptr + pid.to(tl.int64) * C + i, tl.where(outside, tl.exp2(-top * LOG2E), -1.0))
+    tl.store(top_ptr + pid.to(tl.int64) * C + _rank(i, C), top)
+    tl.store(far_ptr + pid.to(tl.int64) * C + _rank(i, C), tl.where(outside, tl.exp2(-top * LOG2E), -1.0))
     tl.store(spread_ptr + pid, tl.maximum(tl.max(top - low), 0.0))
     for j in range(NEAR + 1):
         u = (n - NEAR + j) * C + i
@@ -328,7 +382,7 @@ def sweep_kernel(
             M = tl.maximum(M, tl.max(tl.where((u + i >= 0)[:, None], k, -float("inf")), 0))
     if not CHECK:
         M = tl.where(M > EMPTY, M, tl.maximum(known, EMPTY))
-    for n in range(first_chunk, end):
+    for n in tl.range(first_chunk, end, disable_licm=True):  # hoisted addresses would take too many registers
         t = n * C + i
         start = _starts(first_ptr, b, t, T, DOCUMENTS)
         oldest, begin, kept, begins = (n - NEAR) * C, 0, True, False
@@ -368,7 +422,7 @@ def sweep_kernel(
         num, den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
         top0, num0, den0 = far_top, N0, D0
         if CARRY:
-            r, far = tl.exp2((M - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
+            r, far = tl.exp2((M - m) * LOG2E), _of_queries(far_ptr, tile, RESULT, C, BD)
             if DOCUMENTS:
                 far = tl.maximum(far, 0.0)
             fade = tl.exp2((far_top - M) * LOG2E)
@@ -377,19 +431,32 @@ def sweep_kernel(
             if DOCUMENTS:
                 num += of_last_den * moved[None, :]
             num, den = num * r[None, :], den * r[None, :]
-            N0, D0 = N0 + joining_pv, D0 + joining_p
         elif GLOBAL:
-            r, far = tl.exp2((far_top - m) * LOG2E), tl.load(far_ptr + tile * C + i)[:, None]
+            r, far = tl.exp2((far_top - m) * LOG2E), _of_queries(far_ptr, tile, RESULT, C, BD)
             num, den = far * (N0 * r)[None, :], far * (D0 * r)[None, :]
             if CHECK:  # the sums may be NaN, which rows of another document do not see
                 num, den = tl.where(far >= 0.0, num, 0.0), tl.where(far >= 0.0, den, 0.0)
         p = tl.exp2((k - m[None, :]) * LOG2E)
         pv, k2, v2, u = p * v, k, v, t
+        if not CHECK:
+            # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread);
+            # without CARRY, `own` is NaN if a key or value is
+            bad = ~((M > EMPTY) & (own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
+        if CARRY:
+            N0, D0 = N0 + joining_pv, D0 + joining_p
+            joining_p, joining_pv = tl.sum(p, 0), tl.sum(pv, 0)
+            bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
+        if not CHECK and not DOCUMENTS:
+            _flag(flag_ptr, r_ptr, b * N + n, D, bad, features, exists, KEEP)
+        if CHECK or (begins | (tl.max((bad & exists).to(tl.int32)) > 0)):  # for the repair
+            state_at = state_ptr + (b * N + n) * 4 * D + features
+            tl.store(state_at, top0, exists)
+            tl.store(state_at + D, num0, exists)
+            tl.store(state_at + 2 * D, den0, exists)
+            tl.store(state_at + 3 * D, center, exists)
         if NEAR > 0:
             own_p, own_pv = p, pv
-        if CARRY:
-            joining_p, joining_pv, last_p, last_pv = tl.sum(p, 0), tl.sum(pv, 0), own_p, own_pv
-        elif NEAR > 0:
+        if not CARRY and NEAR > 0:
             u = oldest + i
             k2, v2 = _keys(
                 k_ptr, v_ptr, oldest, T, kt, vt, feature, _starts(first_ptr, b, u, T, DOCUMENTS), center, FACTOR,
@@ -419,34 +486,21 @@ def sweep_kernel(
             a = _matrix(a_ptr, tile, NEAR, None, FACTOR, NEAR, C)
             num += _dot(a, own_pv, PRECISION)
             den += _dot(a, own_p, PRECISION)
-        hidden, largest, next_center = ((start > t) | (t >= T))[:, None], m, center
+        hidden, largest, next_top, next_center = ((start > t) | (t >= T))[:, None], m, m, center
         if CHECK:
             bad = _lost(num, den, hidden)
-        else:
-            # All queries see a key of M, if there is one, so the largest term of each is at least exp(M - m - spread);
-            # without CARRY, `own` is NaN if a key or value is
-            bad = ~((M > EMPTY) & (own - M <= SAFE) & (m - M + tl.load(spread_ptr + tile) <= SAFE))
-            if CARRY:
-                bad |= joining_pv * 0.0 != 0.0  # a value or key that is not finite, which earlier queries do not see
-        M = m
         if begins:  # a document begins in the chunk, and only the last one counts later
             bad = _lost(num, den, hidden)
             num, den = tl.where(hidden, 0.0, num), tl.where(hidden, 1.0, den)
             seen = (t >= begin) & (t < T)
             next_center = _center(k_ptr, v_ptr, n * C, T, kt, vt, feature, seen, FACTOR, KEY_PER_HEAD, HEAD, C, BD)
-            M, joining_p, joining_pv, last_p, last_pv = _carried(
+            next_top, joining_p, joining_pv, own_p, own_pv = _carried(
                 k_ptr, v_ptr, n * C, T, kt, vt, feature, tl.where(t >= begin, start, T), next_center,
                 tl.zeros((BD,), tl.float32) + EMPTY, FACTOR, KEY_PER_HEAD, HEAD, C, BD)  # fmt: skip
-            largest, far_top = tl.where(M > EMPTY, M, m), M
+            largest, far_top = tl.where(next_top > EMPTY, next_top, m), next_top
             N0, D0 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
-        of_chunk = (b * N + n) * D + features
-        tl.store(flag_ptr + of_chunk, bad.to(tl.int8), exists)
-        if tl.max((bad & exists).to(tl.int32)) > 0:
-            state_at = state_ptr + (b * N + n) * 4 * D + features
-            tl.store(state_at, top0, exists)
-            tl.store(state_at + D, num0, exists)
-            tl.store(state_at + 2 * D, den0, exists)
-            tl.store(state_at + 3 * D, center, exists)
+        if CHECK or DOCUMENTS:
+            _flag(flag_ptr, r_ptr, b * N + n, D, bad, features, exists, KEEP)
         gate = 1.0
         some = den != 0.0
         if CHECK:  # without it, chunks with visible queries that see no key are bad
@@ -466,11 +520,10 @@ def sweep_kernel(
             _store(l_ptr, log_den, n * C, T, D, feature, HEAD, RESULT, C, BD)
             to = r_ptr + (b * N + n) * 3 * D + features
             tl.store(to, largest, exists)
-            tl.store(to + D, center, exists)
-            tl.store(to + 2 * D, bad.to(tl.float32), exists)
-            y = _divide(average + center[None, :], gate)
+            tl.store(to + D, _once(center), exists)  # otherwise all chunks would hold it in another layout
+            y = _divide(average + _once(center)[None, :], gate)
         else:
-            y = _divide(num + center[None, :] * den, den * gate)
+            y = _divide(num + _once(center)[None, :] * den, den * gate)
         if CHECK:
             y = tl.where(some, y, 0.0)
         elif DOCUMENTS:  # the query of a hidden token may be NaN
@@ -478,8 +531,8 @@ def sweep_kernel(
         _store(y_ptr, y, n * C, T, D, feature, HEAD, RESULT, C, BD)
         if CARRY:
             a = _matrix(a_ptr, tiles + tl.minimum(n + 1, NT - 1), 0, None, FACTOR, NEAR, C)
-            of_last_num, of_last_den = _dot(a, last_pv, PRECISION), _dot(a, last_p, PRECISION)
-        center = next_center
+            of_last_num, of_last_den = _dot(a, own_pv, PRECISION), _dot(a, own_p, PRECISION)
+        M, center = next_top, next_center
 
 
 @triton.jit
@@ -551,7 +604,7 @@ def repair_kernel(
                     largest = tl.max(tl.where(some & inside, top, EMPTY), 0)
                     largest = tl.where(tl.abs(largest) < -EMPTY, largest, 0.0)
                     tl.store(r_ptr + (b * N + n) * 3 * D + features, largest, bad)
-                log_den = (top - largest[None, :]) - tl.load(top_ptr + tile * C + i)[:, None]
+                log_den = (top - largest[None, :]) - tl.load(top_ptr + tile * C + _rank(i, C))[:, None]
                 log_den = log_den * LOG2E + tl.log2(den)
                 tl.store(c_ptr + b * T * D + at, c, inside)
                 tl.store(l_ptr + b * T * D + at, tl.where(some, log_den, float("inf")), inside)
@@ -567,11 +620,14 @@ def _queries(
     C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Load, of the queries of a chunk: the gradient of the averages; the averages, relative to the given center;
-    log-denominators; and the reference of these. With QUERY, store the gradient of the queries (the gate).
+    log-denominators; and the reference of these. With QUERY, store the gradient of the queries (the gate). Without a
+    center, the averages stay relative to that of the chunk, and no reference is loaded.
     """
-    known = exists & (n * C < T)
-    reference = tl.load(r_ptr + n * 3 * D + features, known, -EMPTY)
-    own_center = tl.load(r_ptr + n * 3 * D + D + features, known, 0.0)
+    reference, own_center = center, center
+    if center is not None:
+        known = exists & (n * C < T)
+        reference = tl.load(r_ptr + n * 3 * D + features, known, -EMPTY)
+        own_center = tl.load(r_ptr + n * 3 * D + D + features, known, 0.0)
     g = _load(g_ptr, n * C, T, gt, feature, HEAD, FORM, C, BD)
     c = _load(c_ptr, n * C, T, D, feature, HEAD, FORM, C, BD)
     log_den = _load(l_ptr, n * C, T, D, feature, HEAD, FORM, C, BD)
@@ -586,7 +642,7 @@ def _queries(
         if CHECK:
             dq = tl.where(log_den != float("inf"), dq, 0.0)
         _store(dq_ptr, dq, n * C, T, D, feature, HEAD, FORM, C, BD)
-    if not QUERY:
+    if not QUERY and center is not None:
         c += (own_center - center)[None, :]
     return g, c, log_den, reference
 
@@ -598,14 +654,13 @@ def _far_queries(
     C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add the queries of a chunk to the sums over those that see all keys before the near chunks."""
-    i = tl.arange(0, C)
     g, c, log_den, of_queries = _queries(
         g_ptr, q_ptr, c_ptr, l_ptr, r_ptr, None, n, T, D, gt, qt, feature, features, exists, center, GATED, CHECK,
         False, HEAD, FORM, C, BD)  # fmt: skip
-    log_den += (tl.load(top_ptr + tile * C + i) * LOG2E)[:, None]
+    log_den += _of_queries(top_ptr, tile, FORM, C, BD) * LOG2E
     shift = (reference - of_queries) * LOG2E
     if CHECK:
-        seen = (tl.load(far_ptr + tile * C + i) >= 0.0)[:, None]
+        seen = _of_queries(far_ptr, tile, FORM, C, BD) >= 0.0
         log_den = tl.where(seen, log_den, float("inf"))
         lowest = tl.maximum(tl.max(-log_den, 0), EMPTY)
         x = tl.where(seen, tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
@@ -618,15 +673,16 @@ def _far_queries(
 
 
 @triton.jit
-def _far_sums(g, c, log_den, of_queries, below, top_ptr, far_ptr, DOCUMENTS: tl.constexpr):
+def _far_sums(g, c, log_den, of_queries, below, top_ptr, far_ptr, tile, DOCUMENTS: tl.constexpr, FORM: tl.constexpr,
+              C: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """Sum the queries of a chunk, loaded before, for the keys up to a chunk with the reference `below`. They see the
     key of this reference, so no exponential exceeds 1, and the sums are finite unless a query is not. DOCUMENTS: only
     those that see it.
     """
     shift = (below - of_queries) * LOG2E
-    x = tl.exp2(shift[None, :] - (log_den + (tl.load(top_ptr) * LOG2E)[:, None])) * g
+    x = tl.exp2(shift[None, :] - (log_den + _of_queries(top_ptr, tile, FORM, C, BD) * LOG2E)) * g
     if DOCUMENTS:
-        seen = (tl.load(far_ptr) >= 0.0)[:, None]
+        seen = _of_queries(far_ptr, tile, FORM, C, BD) >= 0.0
         return tl.sum(tl.where(seen, x, 0.0), 0), tl.sum(tl.where(seen, x * c, 0.0), 0)
     return tl.sum(x, 0), tl.sum(x * c, 0)
 
@@ -692,9 +748,9 @@ def sweep_backward_kernel(
         x_next = tl.exp2(-log_den) * g
         center_next = center
         flag_next = tl.load(r_ptr + end * 3 * D + 2 * D + features, exists & (end < N), 0.0)
-        of_tile = (tiles + tl.minimum(end, NT - 1)) * C + _order(FACTOR, C)
         far_x, far_xc = _far_sums(
-            g, c, log_den, of_next, below, top_ptr + of_tile, far_ptr + of_tile, DOCUMENTS)  # fmt: skip
+            g, c, log_den, of_next, below, top_ptr, far_ptr, tiles + tl.minimum(end, NT - 1), DOCUMENTS, FACTOR, C,
+            BD)  # fmt: skip
         a = _matrix(b_ptr, tiles + tl.minimum(end - 1, last_tile), 1, end < N, FACTOR, NEAR, C)
         later, later_c = _dot(a, x_next, PRECISION), _dot(a, x_next * c, PRECISION)
     for back in range(0, end - first_chunk):
@@ -723,9 +779,9 @@ def sweep_backward_kernel(
                 bad = flag > 0.0
             x = tl.exp2((-log_den - lowest[None, :]) if CHECK else -log_den) * g
             if CARRY:
-                of_tile = (tiles + tl.minimum(n, NT - 1)) * C + _order(FACTOR, C)
                 far_own, far_own_c = _far_sums(
-                    g, c, log_den, reference, lower, top_ptr + of_tile, far_ptr + of_tile, DOCUMENTS)  # fmt: skip
+                    g, c, log_den, reference, lower, top_ptr, far_ptr, tiles + tl.minimum(n, NT - 1), DOCUMENTS,
+                    FACTOR, C, BD)  # fmt: skip
                 bad |= (flag_next > 0.0) | ((far_own + far_own_c) * 0.0 != 0.0)  # a query that is not finite
             of_num, of_den = tl.zeros((C, BD), tl.float32), tl.zeros((C, BD), tl.float32)
             if CARRY:  # the queries of the chunk after this one, whose products were computed with it
@@ -863,7 +919,7 @@ def repair_backward_kernel(
                     start = tl.load(first_ptr + b * T + t).to(tl.int32)
                 tile = (b * rows * HEADS + head) * NT + tl.minimum(t // C, NT - 1)
                 w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, GLOBAL)
-                w = (w - tl.load(top_ptr + tile * C + t % C))[:, None]
+                w = (w - tl.load(top_ptr + tile * C + _rank(t % C, C)))[:, None]
                 g = tl.load(g_ptr + b * gb + (t * gt + features), bad, 0.0).to(tl.float32)
                 if GATED:
                     g *= tl.sigmoid(tl.load(q_ptr + b * qb + (t * qt + features), bad, 0.0).to(tl.float32))
@@ -882,96 +938,120 @@ def repair_backward_kernel(
 
 
 @triton.jit
-def _window_gradient(
-    total, careful, w, b, n, u, head, block, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D,
-    gb, gt, qb, qt, kb, kt, vb, vt, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, CHECK: tl.constexpr,
-    DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
-    BD: tl.constexpr, CAREFUL: tl.constexpr,
+def _of_pairs(
+    b, n, first_key, head, block, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb,
+    qt, kb, kt, vb, vt, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, CHECK: tl.constexpr, DOCUMENTS: tl.constexpr,
+    GATED: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Add some features of a row to a tile of the gradient of w: their products, which exp(w) multiplies later, or,
-    CAREFUL, key by key those whose products may overflow, which are counted otherwise.
+    """Load what some features of a row add to the gradient of w between a chunk of queries and one or TWO of keys, in
+    the form of results; the largest exponent of a query's factor; and which products may overflow.
     """
-    own, feature = block * BD + tl.arange(0, BD), head * HEAD + block * BD
+    column, feature = tl.arange(0, BD), head * HEAD + block * BD
+    own = block * BD + BD // 8 * (column % 8) + column // 8
     features, exists, b = head * HEAD + own, (own < HEAD) & (b < B), tl.minimum(b, B - 1)
-    row = b * T * D
-    center = tl.load(r_ptr + (b * N + n) * 3 * D + D + features, exists, 0.0)
+    row, k_ptr, v_ptr, r_ptr = b * T * D, k_ptr + b * kb, v_ptr + b * vb, r_ptr + (b * N + n) * 3 * D
     if GATED:
         q_ptr += b * qb
-    g, c, log_den, reference = _queries(
-        g_ptr + b * gb, q_ptr, c_ptr + row, l_ptr + row, r_ptr + b * N * 3 * D, None, n, T, D, gt, qt, feature,
-        features, exists, center, GATED, True, False, HEAD, MEMORY, C, BD)  # fmt: skip
-    start = _starts(first_ptr, b, u + tl.arange(0, WIDE), T, DOCUMENTS)
+    g, c, log_den, _ = _queries(
+        g_ptr + b * gb, q_ptr, c_ptr + row, l_ptr + row, r_ptr, None, n, T, D, gt, qt, feature, features, exists,
+        None, GATED, True, False, HEAD, RESULT, C, BD)  # fmt: skip
+    reference = _of_features(r_ptr, feature, HEAD, C, BD)
+    center, i = _of_features(r_ptr + D, feature, HEAD, C, BD), tl.arange(0, C)
     k, v = _keys(
-        k_ptr + b * kb, v_ptr + b * vb, u, T, kt, vt, feature, start, center, MEMORY, KEY_PER_HEAD, HEAD, DOCUMENTS,
-        WIDE, BD)  # fmt: skip
-    k, lowest = (k - reference[None, :]) * LOG2E, tl.zeros_like(reference)
+        k_ptr, v_ptr, first_key, T, kt, vt, feature, _starts(first_ptr, b, first_key + i, T, DOCUMENTS), center,
+        RESULT, KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
+    k2, v2 = k, v
+    if TWO:
+        k2, v2 = _keys(
+            k_ptr, v_ptr, first_key + C, T, kt, vt, feature, _starts(first_ptr, b, first_key + C + i, T, DOCUMENTS),
+            center, RESULT, KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
+    k, k2, lowest = (k - reference) * LOG2E, (k2 - reference) * LOG2E, -0.0
     if CHECK:
         rho = _largest(-log_den + (g + c) * 0.0)
-        lowest, highest = tl.maximum(rho, EMPTY), _largest(k + v * 0.0)
-        good = highest + rho <= SAFE * LOG2E
+        lowest = tl.maximum(rho, EMPTY)[None, :]
+        good = (_largest(k + v * 0.0) + rho <= SAFE * LOG2E) & (_largest(k2 + v2 * 0.0) + rho <= SAFE * LOG2E)
+        bad = (exists & ~good)[None, :]
     else:  # the forward pass has flagged features whose products overflow for gradients up to 1e12
-        good = tl.load(r_ptr + (b * N + n) * 3 * D + 2 * D + features, exists, 0.0) == 0.0
-    good &= exists
-    if CAREFUL:
-        for s in range(WIDE):
-            this = tl.arange(0, WIDE) == s
-            key = tl.sum(tl.where(this[:, None], k, 0.0), 0)
-            value = tl.sum(tl.where(this[:, None], v, 0.0), 0)
-            of_w = tl.sum(tl.where(this[None, :], w, 0.0), 1)[:, None]
-            seen = (of_w != -float("inf")) & (exists & ~good & (key != -float("inf")))[None, :]
-            seen &= log_den != float("inf")
-            a = tl.exp2(tl.where(seen, key[None, :] + of_w * LOG2E - log_den, EMPTY))
-            of_pair = tl.sum(tl.where(seen, a * g * (value[None, :] - c), 0.0), 1)
-            total += tl.where(this[None, :], of_pair[:, None], 0.0)
-    else:
-        x = tl.where(good[None, :], tl.exp2(-log_den - lowest[None, :]) * g, 0.0)
-        e = tl.where(good[None, :], tl.exp2(k + lowest[None, :]), 0.0)
-        ev, xc = tl.where(good[None, :], e * v, 0.0), tl.where(good[None, :], x * c, 0.0)
-        total += _dot(_once(x), tl.trans(_once(ev)), PRECISION)
-        total += _dot(_once(-xc), tl.trans(_once(e)), PRECISION)
-        careful += tl.max((exists & ~good).to(tl.int32))
-    return total, careful
+        bad = exists[None, :] & (_of_features(r_ptr + 2 * D, feature, HEAD, C, BD) != 0.0)
+    return b, features, exists, center, reference, g, c, log_den, k, v, k2, v2, lowest, bad
+
+
+@triton.jit
+def _add_products(total, x, xc, k, v, lowest, good, PRECISION: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    e = tl.where(good, tl.exp2(k + lowest), 0.0)
+    ev = tl.where(good, e * v, 0.0)
+    return total + _dot(x, _transposed(ev, C, BD), PRECISION) + _dot(-xc, _transposed(e, C, BD), PRECISION)
+
+
+@triton.jit
+def _store_by_lag(dw_ptr, a_ptr, tile, j, total, t, u, T, size, w_base, dw_token, NEAR: tl.constexpr, C: tl.constexpr):
+    """Store exp(w) times the sums of products, by query and lag."""
+    a, lag = _matrix(a_ptr, tile, j, j <= NEAR, 2, NEAR, C), t[:, None] - u[None, :]
+    there = (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :]
+    to = dw_ptr + (t[:, None].to(tl.int64) * dw_token + (w_base - lag))
+    tl.store(to, tl.where(a != 0.0, a * total, 0.0), there)
 
 
 @kernel
 def window_gradient_kernel(
-    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, top_ptr, first_ptr, dw_ptr,
+    g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, w_ptr, a_ptr, top_ptr, first_ptr, dw_ptr,
     B, T, N, NT, D, each, positions, past, size, w_row, w_position, w_head, w_base, rows, dw_part, dw_token, dw_head,
     gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
     GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of w between the queries of a chunk and the keys of one or two chunks, summed over the
     features of a head and `each` rows. Entries are stored by query and lag.
     """
     CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and NEAR != 1)
-    WIDE: tl.constexpr = 2 * C if NEAR > 0 else C
-    TILES: tl.constexpr = NEAR // 2 + 1
+    TILES: tl.constexpr = NEAR // 2 + 1 if TWO else NEAR + 1
     pid = tl.program_id(0)
-    j, n, head = pid % TILES, pid // TILES % N, pid // TILES // N % HEADS
+    j, n, head = pid % TILES * (2 if TWO else 1), pid // TILES % N, pid // TILES // N % HEADS
     part = (pid // TILES // N // HEADS).to(tl.int64)
-    t, u = n * C + tl.arange(0, C), (n - NEAR) * C + j * WIDE + tl.arange(0, WIDE)
-    total, careful = tl.zeros((C, WIDE), tl.float32), 0
-    for step in range(each * BLOCKS):
-        total, careful = _window_gradient(
-            total, careful, None, part * each + step // BLOCKS, n, (n - NEAR) * C + j * WIDE, head, step % BLOCKS,
-            g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt,
-            HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, BD, False)  # fmt: skip
+    begin, i = (n - NEAR + j) * C, tl.arange(0, C)
+    t, total, total2, careful = n * C + i, tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), 0
+    for step in tl.range(each * BLOCKS, disable_licm=True):
+        _, _, exists, _, _, g, c, log_den, k, v, k2, v2, lowest, bad = _of_pairs(
+            part * each + step // BLOCKS, n, begin, head, step % BLOCKS, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr,
+            r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt, HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED,
+            TWO, C, BD)  # fmt: skip
+        good = exists[None, :] & ~bad
+        x = tl.where(good, tl.exp2(-(log_den + lowest)) * g, 0.0)
+        xc = tl.where(good, x * c, 0.0)
+        total = _add_products(total, x, xc, k, v, lowest, good, PRECISION, C, BD)
+        if TWO:
+            total2 = _add_products(total2, x, xc, k2, v2, lowest, good, PRECISION, C, BD)
+        careful += tl.max(tl.max(bad.to(tl.int32), 1), 0)
     # Where rows have a w of their own, `each` is 1
     b = part * each
-    start = _starts(first_ptr, b, t, T, DOCUMENTS)
-    w = _biases(
-        w_ptr + b * w_row + head * w_head, t[:, None], u[None, :], start[:, None], positions, past, size, w_position,
-        w_base, GLOBAL)  # fmt: skip
-    w -= tl.load(top_ptr + ((b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1)) * C + tl.arange(0, C))[:, None]
-    total = tl.where(w != -float("inf"), tl.exp2(w * LOG2E) * total, 0.0)
-    if careful > 0:
+    tile, w_ptr = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1), w_ptr + b * w_row + head * w_head
+    dw_ptr += part * dw_part + head * dw_head
+    _store_by_lag(dw_ptr, a_ptr, tile, j, total, t, begin + i, T, size, w_base, dw_token, NEAR, C)
+    if TWO:
+        _store_by_lag(dw_ptr, a_ptr, tile, j + 1, total2, t, begin + C + i, T, size, w_base, dw_token, NEAR, C)
+    if careful > 0:  # key by key, the features whose products may overflow
+        start = _starts(first_ptr, b, t, T, DOCUMENTS)
+        top = tl.load(top_ptr + tile * C + _rank(i, C))
         for step in range(each * BLOCKS):
-            total, careful = _window_gradient(
-                total, careful, w, part * each + step // BLOCKS, n, (n - NEAR) * C + j * WIDE, head, step % BLOCKS,
-                g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt,
-                HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED, PRECISION, C, WIDE, BD, True)  # fmt: skip
-    lag = t[:, None] - u[None, :]
-    to = dw_ptr + part * dw_part + t[:, None].to(tl.int64) * dw_token + head * dw_head + (w_base - lag)
-    tl.store(to, total, (lag >= 0) & (lag < size) & (t < T)[:, None] & (u >= 0)[None, :])
+            row, features, _, center, reference, g, c, log_den, _, _, _, _, _, bad = _of_pairs(
+                part * each + step // BLOCKS, n, begin, head, step % BLOCKS, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr,
+                r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt, HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS,
+                GATED, TWO, C, BD)  # fmt: skip
+            keys = features * 0 + head if KEY_PER_HEAD else features
+            of_bad = tl.max(bad.to(tl.int32), 0) > 0
+            for u in range(tl.maximum(begin, 0), tl.minimum(begin + (2 * C if TWO else C), T)):
+                there = of_bad
+                if DOCUMENTS:
+                    there = there & (tl.load(first_ptr + row * T + u) <= u)
+                key = tl.load(k_ptr + row * kb + (u * kt + keys), there, -float("inf")).to(tl.float32)
+                value = tl.load(v_ptr + row * vb + (u * vt + features), there, 0.0).to(tl.float32)
+                w = _biases(w_ptr, t, u, start, positions, past, size, w_position, w_base, GLOBAL)
+                seen = (w != -float("inf"))[:, None] & (key != -float("inf"))[None, :] & (log_den != float("inf"))
+                exponent = ((key[None, :] - reference) + (w - top)[:, None]) * LOG2E - log_den
+                of_key = tl.exp2(tl.where(seen, exponent, EMPTY)) * g
+                of_key = tl.sum(tl.where(seen, of_key * ((value[None, :] - center) - c), 0.0), 1)
+                to = dw_ptr + (t.to(tl.int64) * dw_token + (w_base - (t - u)))
+                inside = (t >= u) & (t - u < size) & (t < T)
+                tl.debug_barrier()  # other threads may have stored what is loaded
+                tl.store(to, tl.load(to, inside, 0.0) + of_key, inside)
