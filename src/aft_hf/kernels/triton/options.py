@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32 documents": {"maxnreg": None},
         "float32 wide": {"maxnreg": 200},
         "float32 window alone": {"BD": 16, "num_warps": 2, "maxnreg": 240},
-        "float32 sm_100 window alone": {"num_warps": 2, "maxnreg": None},
+        "float32 sm_100 window alone": {"num_warps": 2, "maxnreg": 200},
         "float32 sm_75": {"BD": 16, "num_warps": 2, "num_stages": 1, "PRECISION": "tf32x3"},
     },
     "sweep_backward_kernel": {
@@ -64,6 +64,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "float32 documents": {"maxnreg": 248},
         "float32 window alone": {"maxnreg": 248},
         "float16": {"BD": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 168, "PRECISION": "tf32x3"},
+        "float16 sm_100": {"BD": 8, "num_warps": 1, "num_stages": 1, "PRECISION": "tf32x3"},
         "float16 wide": {"maxnreg": None},
         "float32 sm_75": {"BD": 16, "num_warps": 2, "PRECISION": "tf32x3"},
     },
@@ -81,15 +82,26 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     # TWO: a program loads queries for two chunks of keys, not for each. With fewer registers, some variants spill.
     "window_gradient_kernel": {
         "bfloat16": {"BD": 16, "TWO": True, "num_warps": 1, "num_stages": 1, "maxnreg": 184, "PRECISION": "tf32"},
+        "bfloat16 sm_100": {
+            "BD": 16,
+            "TWO": True,
+            "num_warps": 1,
+            "num_stages": 1,
+            "maxnreg": 192,
+            "PRECISION": "tf32",
+        },
         "bfloat16 documents": {"maxnreg": None},
         "bfloat16 wide": {"maxnreg": 200},
         "bfloat16 window alone": {"maxnreg": None},
         "bfloat16 sm_75": {"BD": 16, "TWO": True, "num_warps": 4, "PRECISION": "tf32"},
         "float32": {"BD": 16, "TWO": True, "num_warps": 2, "num_stages": 1, "maxnreg": 200, "PRECISION": "tf32x3"},
         "float32 documents": {"maxnreg": None},
+        "float32 sm_100 documents": {"TWO": False, "num_warps": 1, "maxnreg": None},
         "float32 window alone": {"maxnreg": None},
         "float32 sm_75": {"BD": 16, "TWO": True, "num_warps": 4, "PRECISION": "tf32x3"},
         "float16": {"BD": 16, "TWO": False, "num_warps": 1, "num_stages": 1, "PRECISION": "tf32x3"},
+        "float16 sm_100 documents": {"num_warps": 2},
+        "float16 sm_100 window alone": {"maxnreg": 240},
     },
     # w of a window from its factors, and their gradients. BF: features of the factors at once
     "band": {

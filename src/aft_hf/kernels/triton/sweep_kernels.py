@@ -1040,6 +1040,7 @@ def window_gradient_kernel(
                 GATED, TWO, C, BD)  # fmt: skip
             keys = features * 0 + head if KEY_PER_HEAD else features
             of_bad = tl.max(bad.to(tl.int32), 0) > 0
+            tl.debug_barrier()  # other threads have stored what is loaded
             for u in range(tl.maximum(begin, 0), tl.minimum(begin + (2 * C if TWO else C), T)):
                 there = of_bad
                 if DOCUMENTS:
@@ -1053,5 +1054,6 @@ def window_gradient_kernel(
                 of_key = tl.sum(tl.where(seen, of_key * ((value[None, :] - center) - c), 0.0), 1)
                 to = dw_ptr + (t.to(tl.int64) * dw_token + (w_base - (t - u)))
                 inside = (t >= u) & (t - u < size) & (t < T)
-                tl.debug_barrier()  # other threads may have stored what is loaded
-                tl.store(to, tl.load(to, inside, 0.0) + of_key, inside)
+                before = tl.load(to, inside, 0.0)
+                tl.debug_barrier()  # other threads may load it, too
+                tl.store(to, before + of_key, inside)
