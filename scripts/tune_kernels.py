@@ -40,7 +40,7 @@ KERNELS: dict[str, tuple[list[Candidate], str]] = {
     "sweep_kernel": (SWEEPS, "window"),
     "sweep_backward_kernel": (SWEEPS, "window"),
     "window_gradient_kernel": (
-        grid_of(BD=(16,), TWO=(True, False), num_warps=(1, 2), num_stages=(1,), maxnreg=(None, 128, 184)),
+        grid_of(BD=(16,), KEYS=(1, 2), num_warps=(1, 2), num_stages=(1,), maxnreg=(None, 128, 184)),
         "window",
     ),
     "product": (TILES, "grid"),

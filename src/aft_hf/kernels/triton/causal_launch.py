@@ -286,9 +286,8 @@ def _window_gradient(at: Sweep, tensors: Any, window: Window, first: Any, stride
     """Compute parts of the gradient of w by row, query, head and lag."""
     chosen = options("window_gradient_kernel", tensors[3], at.case)
     head = at.width // window.heads
-    chosen["TWO"] &= at.near > 0
-    blocks = -(-head // chosen["BD"])
-    tiles = window.heads * at.chunks * (at.near // 2 + 1 if chosen["TWO"] else at.near + 1)
+    chosen["KEYS"] = min(chosen["KEYS"], at.near + 1)
+    blocks, tiles = -(-head // chosen["BD"]), window.heads * at.chunks * (at.near // chosen["KEYS"] + 1)
     each = 1 if at.rows else -(-at.batch // min(at.batch, max(1, ENOUGH_PROGRAMS // tiles)))
     parts = -(-at.batch // each)
     grad_window = torch.zeros((parts, at.length, window.heads, window.size), dtype=torch.float32, device=at.device)

@@ -941,9 +941,9 @@ def repair_backward_kernel(
 def _of_pairs(
     b, n, first_key, head, block, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr, r_ptr, first_ptr, B, T, N, D, gb, gt, qb,
     qt, kb, kt, vb, vt, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, CHECK: tl.constexpr, DOCUMENTS: tl.constexpr,
-    GATED: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    GATED: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Load what some features of a row add to the gradient of w between a chunk of queries and one or TWO of keys, in
+    """Load what some features of a row add to the gradient of w between a chunk of queries and KEYS chunks of keys, in
     the form of results; the largest exponent of a query's factor; and which products may overflow.
     """
     column, feature = tl.arange(0, BD), head * HEAD + block * BD
@@ -961,7 +961,7 @@ def _of_pairs(
         k_ptr, v_ptr, first_key, T, kt, vt, feature, _starts(first_ptr, b, first_key + i, T, DOCUMENTS), center,
         RESULT, KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
     k2, v2 = k, v
-    if TWO:
+    if KEYS == 2:
         k2, v2 = _keys(
             k_ptr, v_ptr, first_key + C, T, kt, vt, feature, _starts(first_ptr, b, first_key + C + i, T, DOCUMENTS),
             center, RESULT, KEY_PER_HEAD, HEAD, DOCUMENTS, C, BD)  # fmt: skip
@@ -999,15 +999,15 @@ def window_gradient_kernel(
     gb, gt, qb, qt, kb, kt, vb, vt,
     HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, KEY_PER_HEAD: tl.constexpr, NEAR: tl.constexpr,
     GLOBAL: tl.constexpr, DOCUMENTS: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr, TWO: tl.constexpr,
+    BD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of w between the queries of a chunk and the keys of one or two chunks, summed over the
+    """Compute the gradient of w between a chunk of queries and KEYS (1 or 2) chunks of keys, summed over the
     features of a head and `each` rows. Entries are stored by query and lag.
     """
     CHECK: tl.constexpr = not GLOBAL or (DOCUMENTS and NEAR != 1)
-    TILES: tl.constexpr = NEAR // 2 + 1 if TWO else NEAR + 1
+    TILES: tl.constexpr = NEAR // KEYS + 1
     pid = tl.program_id(0)
-    j, n, head = pid % TILES * (2 if TWO else 1), pid // TILES % N, pid // TILES // N % HEADS
+    j, n, head = pid % TILES * KEYS, pid // TILES % N, pid // TILES // N % HEADS
     part = (pid // TILES // N // HEADS).to(tl.int64)
     begin, i = (n - NEAR + j) * C, tl.arange(0, C)
     t, total, total2, careful = n * C + i, tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), 0
@@ -1015,12 +1015,12 @@ def window_gradient_kernel(
         _, _, exists, _, _, g, c, log_den, k, v, k2, v2, lowest, bad = _of_pairs(
             part * each + step // BLOCKS, n, begin, head, step % BLOCKS, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr,
             r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt, HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS, GATED,
-            TWO, C, BD)  # fmt: skip
+            KEYS, C, BD)  # fmt: skip
         good = exists[None, :] & ~bad
         x = tl.where(good, tl.exp2(-(log_den + lowest)) * g, 0.0)
         xc = tl.where(good, x * c, 0.0)
         total = _add_products(total, x, xc, k, v, lowest, good, PRECISION, C, BD)
-        if TWO:
+        if KEYS == 2:
             total2 = _add_products(total2, x, xc, k2, v2, lowest, good, PRECISION, C, BD)
         careful += tl.max(tl.max(bad.to(tl.int32), 1), 0)
     # Where rows have a w of their own, `each` is 1
@@ -1028,7 +1028,7 @@ def window_gradient_kernel(
     tile, w_ptr = (b * rows * HEADS + head) * NT + tl.minimum(n, NT - 1), w_ptr + b * w_row + head * w_head
     dw_ptr += part * dw_part + head * dw_head
     _store_by_lag(dw_ptr, a_ptr, tile, j, total, t, begin + i, T, size, w_base, dw_token, NEAR, C)
-    if TWO:
+    if KEYS == 2:
         _store_by_lag(dw_ptr, a_ptr, tile, j + 1, total2, t, begin + C + i, T, size, w_base, dw_token, NEAR, C)
     if careful > 0:  # key by key, the features whose products may overflow
         start = _starts(first_ptr, b, t, T, DOCUMENTS)
@@ -1037,11 +1037,11 @@ def window_gradient_kernel(
             row, features, _, center, reference, g, c, log_den, _, _, _, _, _, bad = _of_pairs(
                 part * each + step // BLOCKS, n, begin, head, step % BLOCKS, g_ptr, q_ptr, k_ptr, v_ptr, c_ptr, l_ptr,
                 r_ptr, first_ptr, B, T, N, D, gb, gt, qb, qt, kb, kt, vb, vt, HEAD, KEY_PER_HEAD, CHECK, DOCUMENTS,
-                GATED, TWO, C, BD)  # fmt: skip
+                GATED, KEYS, C, BD)  # fmt: skip
             keys = features * 0 + head if KEY_PER_HEAD else features
             of_bad = tl.max(bad.to(tl.int32), 0) > 0
             tl.debug_barrier()  # other threads have stored what is loaded
-            for u in range(tl.maximum(begin, 0), tl.minimum(begin + (2 * C if TWO else C), T)):
+            for u in range(tl.maximum(begin, 0), tl.minimum(begin + KEYS * C, T)):
                 there = of_bad
                 if DOCUMENTS:
                     there = there & (tl.load(first_ptr + row * T + u) <= u)
