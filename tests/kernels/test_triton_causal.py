@@ -281,10 +281,11 @@ def test_an_offset_of_later_values_costs_the_gradients_of_earlier_keys_no_precis
     assert (actual - exact[:, :64]).norm() <= 2e-5 * exact[:, :64].norm()
 
 
-@pytest.mark.parametrize("programs", (1, 2))
-def test_the_gradient_of_w_sums_several_rows_in_a_program(programs, monkeypatch):
+@pytest.mark.parametrize(("programs", "keys"), ((1, 2), (8, 1)))
+def test_the_gradient_of_w_sums_several_rows_in_a_program(programs, keys, monkeypatch):
     monkeypatch.setattr(causal_launch, "ENOUGH_PROGRAMS", programs)
-    assert_exact(problem(20, 3, width=4, batch=3, positions=1))  # programs of three rows, and of two rows and one
+    monkeypatch.setitem(OPTIONS["window_gradient_kernel"]["float32"], "KEYS", keys)
+    assert_exact(problem(40, 3, width=4, batch=3, positions=1))  # programs of three rows, and of two rows and one
 
 
 def test_options_name_every_kernel_and_dtype():
