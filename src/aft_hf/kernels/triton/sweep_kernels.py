@@ -27,14 +27,21 @@ GROUP = tl.constexpr(8)  # chunks of a program of the repair kernels, at most
 
 
 @triton.jit
+def _columns(BD: tl.constexpr):
+    """The features of a block in the order of its columns (below)."""
+    column = tl.arange(0, BD)
+    return BD // 8 * (column % 8) + column // 8
+
+
+@triton.jit
 def _program(S, HEADS: tl.constexpr, BLOCKS: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr):
-    """The row, segment and head of a program, its first feature, its features in the order of columns (below), and
-    which of them exist.
+    """The row, segment and head of a program, its first feature, its features in the order of columns, and which
+    of them exist.
     """
-    pid, column = tl.program_id(0), tl.arange(0, BD)
+    pid = tl.program_id(0)
     f, s, b = pid % (HEADS * BLOCKS), pid // (HEADS * BLOCKS) % S, (pid // (HEADS * BLOCKS) // S).to(tl.int64)
     head, at = f // BLOCKS, f % BLOCKS * BD
-    own = at + BD // 8 * (column % 8) + column // 8
+    own = at + _columns(BD)
     return b, s, head, head * HEAD + at, head * HEAD + own, own < HEAD
 
 
@@ -54,8 +61,8 @@ def _starts(first_ptr, b, t, T, DOCUMENTS: tl.constexpr):
 # Forms of blocks of C tokens and BD features, (C, BD). As a factor or a result of matrix products, a lane of a warp
 # loads the elements that it holds in a product, so nothing passes through shared memory, and column j holds the
 # feature BD / 8 * (j % 8) + j / 8, so a lane loads neighbors. Factors have two forms, 1 and 2: Triton gives a lane one
-# row at a time if numbers were loaded in 32 bits, and two if in 16. The last form is in the order of memory.
-RESULT, MEMORY = tl.constexpr(0), tl.constexpr(-1)
+# row at a time if numbers were loaded in 32 bits, and two if in 16.
+RESULT = tl.constexpr(0)
 
 
 @triton.jit
@@ -92,9 +99,7 @@ def _place(t, T, step, feature, HEAD: tl.constexpr, FORM: tl.constexpr, C: tl.co
             j = _once(j)  # otherwise lanes would load neighbors only
         j = j[None, None, None, :, None, None] + tl.arange(0, BD // 8)[None, None, None, None, None, :]
     else:  # (C, BD)
-        u, j = t + tl.arange(0, C)[:, None], tl.arange(0, BD)[None, :]
-        if FORM == 0:
-            j = tl.max_contiguous(j, (1, BD // 4))
+        u, j = t + tl.arange(0, C)[:, None], tl.max_contiguous(tl.arange(0, BD)[None, :], (1, BD // 4))
     inside, u = u < T, _clamped(u, T)
     if HEAD % BD != 0:
         inside, j = inside & (feature % HEAD + j < HEAD), tl.minimum(j, HEAD - 1 - feature % HEAD)
@@ -108,7 +113,7 @@ def _block(x, FORM: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
         x = tl.reshape(tl.permute(x, (1, 0, 2, 4, 5, 3)), (C, BD))
     elif FORM == 2:
         x = tl.reshape(tl.permute(x, (1, 2, 4, 0, 5, 3)), (C, BD))
-    elif FORM == 0:
+    else:
         x = tl.reshape(tl.permute(tl.reshape(x, (C, 8, BD // 8)), (0, 2, 1)), (C, BD))
     return x.to(tl.float32)
 
@@ -208,12 +213,9 @@ def _load_keys(k_ptr, t, T, kt, feature, FORM: tl.constexpr, KEY_PER_HEAD: tl.co
         k = tl.load(k_ptr + (_clamped(u, T) * kt + feature // HEAD))
         return _block(tl.broadcast_to(k, (2, C // 16, 2, 8, 4, BD // 8)), FORM, C, BD)
     elif KEY_PER_HEAD:
-        if FORM == RESULT:
-            u = t + (8 * tl.arange(0, C // 8)[:, None] + tl.arange(0, 8)[None, :])
-            u = _clamped(u, T)[:, :, None] + 0 * tl.arange(0, 4)[None, None, :]
-            return _rows(tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32), C, BD)
-        u = _clamped(t + tl.arange(0, C), T)[:, None] + 0 * tl.arange(0, BD)[None, :]
-        return tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32)
+        u = t + (8 * tl.arange(0, C // 8)[:, None] + tl.arange(0, 8)[None, :])
+        u = _clamped(u, T)[:, :, None] + 0 * tl.arange(0, 4)[None, None, :]
+        return _rows(tl.load(k_ptr + (u * kt + feature // HEAD)).to(tl.float32), C, BD)
     else:
         return _load(k_ptr, t, T, kt, feature, HEAD, FORM, C, BD)
 
@@ -946,8 +948,7 @@ def _of_pairs(
     """Load what some features of a row add to the gradient of w between a chunk of queries and KEYS chunks of keys, in
     the form of results; the largest exponent of a query's factor; and which products may overflow.
     """
-    column, feature = tl.arange(0, BD), head * HEAD + block * BD
-    own = block * BD + BD // 8 * (column % 8) + column // 8
+    feature, own = head * HEAD + block * BD, block * BD + _columns(BD)
     features, exists, b = head * HEAD + own, (own < HEAD) & (b < B), tl.minimum(b, B - 1)
     row, k_ptr, v_ptr, r_ptr = b * T * D, k_ptr + b * kb, v_ptr + b * vb, r_ptr + (b * N + n) * 3 * D
     if GATED:
